@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import psutil
 import torch.distributed as dist
 
 from parallel101.laboratory.ranks.job_messages import from_json, to_json
-from parallel101.laboratory.ranks.run_watcher import write_on_stderr
 from parallel101.laboratory.ranks.wire import Failure
-from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
 
 BEAT_EVERY = 0.4  # seconds
 LOOK_EVERY = 1.0  # seconds
-SILENT_FOR = 10  # looks without an answer after which the store is reported
+SILENT_FOR = 10.0  # seconds without an answer after which the store is reported
 # seconds without one after which a rank is lost, once a connection has broken; longer on a machine
 # that has far more work than cores
 LOST_AFTER = 1.4
@@ -96,39 +93,6 @@ def ended_text(ended: Iterable[int]) -> str:
     return "\n  ".join(f"rank {rank} (on {socket.gethostname()}) {how}" for rank in sorted(ended))
 
 
-class StoreWatch(threading.Thread):
-    """Reports that the job's store does not answer. The run goes on.
-
-    While a call of the store does not return, the thread that called it can't say anything.
-
-    Attributes:
-        answers: count it up whenever the store has answered.
-    """
-
-    def __init__(self, rank: int, place: Callable[[], str]):
-        super().__init__(daemon=True, name="parallel101 store watch")
-        self.rank, self.place = rank, place
-        self.answers = 0
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        seen, unchanged = -1, 0
-        while not self.over.wait(LOOK_EVERY):
-            unchanged = unchanged + 1 if self.answers == seen else 0
-            seen = self.answers
-            if unchanged == SILENT_FOR:
-                write_on_stderr(
-                    f"[rank {self.rank}] the job's store at {_store_address()} has not answered "
-                    f"for {SILENT_FOR} s. Its machine may have stopped, or the network to it. This "
-                    f"rank is at {shown(self.place())}"
-                )
-
-    def stop(self) -> None:
-        self.over.set()
-        if self.ident is not None:
-            self.join(LOOK_EVERY)
-
-
 def texts_of(name: str, size: int, store: dist.Store) -> list[bytes]:
     """Return the value that each rank has put into the store under this name; b"" if none yet."""
     keys = [f"{name}/{rank}" for rank in range(size)]
@@ -149,6 +113,14 @@ def loss_text(lost: Mapping[int, str], failure: Failure) -> str:
 
 def raised_text(failure: Failure) -> str:
     return f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}"
+
+
+def silence_text(place: str) -> str:
+    """Return the report of a store that does not answer, with the rank's place. The run goes on."""
+    return (
+        f"the job's store at {_store_address()} has not answered for {SILENT_FOR:g} s. Its machine "
+        f"may have stopped, or the network to it. This rank is at {place}"
+    )
 
 
 def store_loss_text(rank_was: str) -> str:

@@ -154,11 +154,10 @@ def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
 
 def _mark(moment: str, script: Script, own: HostTime | None = None) -> None:
     """Record the start of the script, before its first call, and its end, after its last one."""
-    labels: dict[str, Any] = {"script": script.name, "host": socket.gethostname()}
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    labels = {"script": script.name, "host": socket.gethostname(), "attempt": attempt}
     if own is not None and own.steps == 0:
         labels |= own.step(last=True).labels
-    if name := getattr(recorder(), "start_name", ""):
-        labels["start_name"] = name
     with span(f"{moment} of the script", **labels):
         pass
 

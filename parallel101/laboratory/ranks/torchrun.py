@@ -17,7 +17,6 @@ import faulthandler
 import math
 import os
 import re
-import secrets
 import signal
 import sys
 import threading
@@ -33,12 +32,13 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out
 from parallel101.laboratory.ranks.heartbeat import (
     LOOK_EVERY,
+    SILENT_FOR,
     Heartbeats,
-    StoreWatch,
     ended_text,
     loss_text,
     lost_after,
     raised_text,
+    silence_text,
     store_loss_text,
     texts_of,
 )
@@ -145,13 +145,9 @@ def join_job(
             # each init adds one that puts "[rank0]:" before every line of a traceback
             sys.excepthook = hook
         try:
-            with (
-                own_init_accepted(),
-                forked_children_exit(),
-                _crashes_reported(),
-                watcher.observer.uncaught.held(),
-            ):
-                recorder.start_name = _start_name(store, rank)
+            if not faulthandler.is_enabled():  # a rank that C code kills writes where it was
+                faulthandler.enable(sys.__stderr__ or sys.stderr)
+            with own_init_accepted(), forked_children_exit(), watcher.observer.uncaught.held():
                 process_groups.start_together()
                 watcher.heartbeats.next_look = 0.0  # on gloo all ranks have come
                 value = fn(*args, **kwargs)
@@ -172,7 +168,7 @@ def join_job(
         watcher.returned()
         if keep_record is not None:
             return [], []
-        record = watcher.record()
+        record = recorded(recorder)
         device = "cuda" if backend == "nccl" else "cpu"
         gathered = exchange([result, pack_record(record, size, backend)], store, device)
     finally:
@@ -192,25 +188,19 @@ def rank_and_size() -> tuple[int, int]:
     """
     os.environ.update(torchrun_variables(os.environ))
     rank, size, port = (
-        _whole_number(os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        int(text) if (text := os.environ.get(name, "")).isdecimal() else -1
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
     )
-    if rank is None or size is None or not 0 <= rank < size:
+    if not 0 <= rank < size:
         wrong = "RANK must be a whole number from 0 to WORLD_SIZE - 1"
     elif not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         wrong = "MASTER_ADDR and MASTER_PORT, where rank 0 is found, are not both set"
-    elif port is None or not 0 <= port < 1 << 16:
+    elif not 0 <= port < 1 << 16:
         wrong = f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, which isn't a port number"
     else:
         return rank, size
     job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
     raise ValueError(f"this process is a rank of a job ({job}), but {wrong}. {advice_on_address()}")
-
-
-def _whole_number(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 def _job_store(timeout: float) -> dist.Store:
@@ -219,13 +209,6 @@ def _job_store(timeout: float) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
         _job_stores.append(store)
     return _job_stores[0]
-
-
-def _start_name(store: dist.Store, rank: int) -> str:
-    """Return a new name, which rank 0 chooses and all ranks get."""
-    if rank == 0:
-        store.set("start_name", secrets.token_hex(4))
-    return store.get("start_name").decode()
 
 
 @contextlib.contextmanager
@@ -241,19 +224,6 @@ def loopback_explained() -> Iterator[None]:
             "there, the host's own name has this address. Name the interface that connects the "
             "hosts, on all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
         ) from error
-
-
-@contextlib.contextmanager
-def _crashes_reported() -> Iterator[None]:
-    """Let a rank that C code kills write on stderr where its program was, inside the block."""
-    if faulthandler.is_enabled():
-        yield
-        return
-    faulthandler.enable(sys.__stderr__ or sys.stderr)
-    try:
-        yield
-    finally:
-        faulthandler.disable()
 
 
 class JobWatcher(threading.Thread):
@@ -302,14 +272,14 @@ class JobWatcher(threading.Thread):
         self.knows = False  # this rank knows of the failure
         self.heartbeats = Heartbeats(recorder.rank, size, store)
         self.fault_since: float | None = None  # since when a rank of this host can't go on
-        self.store_watch = StoreWatch(recorder.rank, self.observer.detector.place)
+        self.looked = time.monotonic()  # when the store answered last
         self._publish(STATUS, RankStatus())
         self.heartbeats.beat()
 
     def run(self) -> None:
-        self.store_watch.start()
+        threading.Thread(target=self._report_silent_store, daemon=True).start()
         while not self.over.wait(TICK):
-            self.store_watch.answers += 1
+            self.looked = time.monotonic()
             try:
                 self.observer.look()
                 self.heartbeats.beat()
@@ -329,6 +299,19 @@ class JobWatcher(threading.Thread):
             except (RuntimeError, OSError):
                 return self._store_is_gone()
 
+    def _report_silent_store(self) -> None:
+        """Say once that the store does not answer, since this watcher is then blocked in a call."""
+        while time.monotonic() - self.looked < SILENT_FOR:
+            if self.over.wait(LOOK_EVERY):
+                return
+        self._write(silence_text(self._place()))
+
+    def _place(self) -> str:
+        return shown(self.observer.detector.place())
+
+    def _write(self, text: str) -> None:
+        write_on_stderr(f"[rank {self.recorder.rank}] {text}")
+
     def _handle_signals(self) -> None:
         if self.termination is None:
             return
@@ -336,8 +319,7 @@ class JobWatcher(threading.Thread):
         # torchrun passes Ctrl-C on to the ranks, and one that is blocked in C++ isn't interrupted
         if signal.SIGINT in arrived and not self.over.wait(GRACE):
             self.keep_record()
-            place = shown(self.observer.detector.place())
-            self.run_watcher.say(f"[rank {self.recorder.rank}] interrupted at {place}")
+            self.run_watcher.say(f"[rank {self.recorder.rank}] interrupted at {self._place()}")
             self._leave(signal.SIGINT)
         if signal.SIGTERM in arrived:
             self.keep_record()
@@ -379,7 +361,7 @@ class JobWatcher(threading.Thread):
         if self.observer.uncaught.thrown.is_set():
             self.announce(RankFailed(text := self._abort_text(), self.recorder.rank))
             if self.announced_here:
-                write_on_stderr(f"[rank {self.recorder.rank}] {text}")
+                self._write(text)
             self.observer.uncaught.may_abort.set()
             return
         self.announce(RankFailed(self._end_text(ended), min(ended)))
@@ -399,8 +381,7 @@ class JobWatcher(threading.Thread):
         graph.ranks[rank] = self.recorder.status()
         lines = [
             f"C++ aborts rank {rank}: one of its threads has thrown an exception that nothing "
-            "catches. Its text is in the rank's output. The program is at "
-            f"{shown(self.observer.detector.place())}",
+            f"catches. Its text is in the rank's output. The program is at {self._place()}",
             "gloo does so if more bytes arrive than a rank expects.",
             *(graph.longer_messages(rank) or rank_lines(graph, {})),
         ]
@@ -416,17 +397,12 @@ class JobWatcher(threading.Thread):
         self._wait_until_all_know()
         self.over.set()
         self.join(GRACE)
-        self.store_watch.stop()
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
         keep, self.on_record = self.on_record, None
         if keep is not None:
-            keep(self.record())
-
-    def record(self) -> RankRecord:
-        """Return the record of this rank so far."""
-        return recorded(self.recorder)
+            keep(recorded(self.recorder))
 
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""
@@ -479,7 +455,8 @@ class JobWatcher(threading.Thread):
 
         Under torchrun it does not.
         """
-        if self.recorder.rank or _store_outlives_ranks():
+        # torchrun's own process, and not rank 0, then holds the store
+        if self.recorder.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         deadline, all_ranks = time.monotonic() + 2 * GRACE, range(self.size)
         with contextlib.suppress(RuntimeError, OSError):
@@ -588,28 +565,21 @@ class JobWatcher(threading.Thread):
         if self.over.wait(GRACE):
             return
         self.keep_record()
-        rank = self.recorder.rank
         if self.announced_here:
-            write_on_stderr(f"[rank {rank}] {one_line(error)}")
+            self._write(one_line(error))
         self._wait_until_all_know()
         if isinstance(error, LaunchTimeout):
-            write_on_stderr(f"[rank {rank}] was at {shown(self.observer.detector.place())}")
+            self._write(f"was at {self._place()}")
         os._exit(1)
 
     def _store_is_gone(self) -> None:
         """End this rank, unless the launch is ending: without the store the job can't go on."""
         if self.over.wait(STORE_ENDS_LATER):
             return
-        text = f"This rank was at {shown(self.observer.detector.place())}"
-        write_on_stderr(f"[rank {self.recorder.rank}] {store_loss_text(text)}")
+        self._write(store_loss_text(f"This rank was at {self._place()}"))
         if not self.over.wait(2 * GRACE):
             self.keep_record()
             os._exit(1)
-
-
-def _store_outlives_ranks() -> bool:
-    """Return whether torchrun's own process, and not rank 0, holds the job's store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class TerminationSignal:

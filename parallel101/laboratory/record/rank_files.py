@@ -10,8 +10,8 @@ A rank writes its file when it ends. While it runs, a long record is in DIR/rank
 DIR/rank-0.8.json.gz, …: a batch of events each, of which the newest grows (see last_events.py).
 A rank that was killed leaves these.
 
-If torchrun has started the job again, with fewer ranks, files of its earlier ranks remain. Those of
-another start than rank 0's are left out.
+If torchrun has started the job again, files of its earlier ranks may remain. Those of another
+attempt, or with another number of ranks, than the lowest rank's are left out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from parallel101.laboratory.record.events import Event, EventRow, events_of
+from parallel101.laboratory.record.events import EventRow, events_of
 from parallel101.laboratory.record.trace import Trace, shifted
 
 NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json\.gz")
@@ -116,7 +116,7 @@ class JoinedFiles(NamedTuple):
         trace: of the job.
         missing: ranks that have no file. One that was killed soon after its start could not write
             it.
-        left_out: ranks whose files are of another start of the job than rank 0's.
+        left_out: ranks whose files are of another start of the job than the lowest rank's.
         cut_short: ranks that were killed, or still run: they have files of batches only.
     """
 
@@ -130,7 +130,7 @@ def join_rank_files(directory: Path) -> JoinedFiles:
     """Return the trace of a job, and what it lacks.
 
     Raises:
-        ValueError: there are no such files, or they are from different runs.
+        ValueError: there are no such files.
     """
     files = _files(directory)
     if not files:
@@ -139,18 +139,11 @@ def join_rank_files(directory: Path) -> JoinedFiles:
             f"--record {directory} train.py"
         )
     parts = {rank: _record_of(of_rank) for rank, of_rank in files.items()}
-    names = {rank: _start_name(part) for rank, part in parts.items()}
-    left_out = [rank for rank in files if 0 in names and names[rank] != names[0]]
+    starts = {rank: _start_of(part) for rank, part in parts.items()}
+    size, backend, _ = starts[min(parts)]
+    left_out = [rank for rank, start in starts.items() if start != starts[min(parts)]]
     for rank in left_out:
         del parts[rank]
-    kinds = sorted({(part.world_size, part.backend) for part in parts.values()})
-    if len(kinds) > 1:
-        runs = " and ".join(f"{size} ranks on {backend}" for size, backend in kinds)
-        raise ValueError(
-            f"the files in {directory} are from different runs, of {runs}: delete those of the "
-            "older one"
-        )
-    ((size, backend),) = kinds
     missing = [rank for rank in range(size) if rank not in parts]
     cut_short = [rank for rank in parts if 0 not in files[rank]]
     zeros = _zeros(list(parts.values()))
@@ -162,10 +155,17 @@ def join_rank_files(directory: Path) -> JoinedFiles:
     return JoinedFiles(joined, missing, left_out, cut_short)
 
 
-def _start_name(part: Trace) -> str:
-    """Return the name of the start of the job in a rank's record; "" if it has none."""
-    labels = (span.args or {} for span in _first_spans(part))
-    return next((str(args["start_name"]) for args in labels if "start_name" in args), "")
+def _start_of(part: Trace) -> tuple[int, str, str]:
+    """Return what the ranks of one start of the job have in common: size, backend, attempt."""
+    return part.world_size, part.backend, _start_mark(part).get("attempt", "")
+
+
+def _start_mark(part: Trace) -> dict[str, Any]:
+    """Return the labels of the start of the script, with its time as `start`; {} if it has none."""
+    for event in [*part.earlier, *part.spans()]:
+        if event.args and "host" in event.args:
+            return {**event.args, "start": event.start}
+    return {}
 
 
 def _record_of(files: Mapping[int, Path]) -> Trace:
@@ -183,19 +183,10 @@ def _zeros(parts: list[Trace]) -> list[float]:
 
     It is the median over the machine's ranks, or 0 if there is only one machine.
     """
-    marks = [
-        next((span for span in _first_spans(part) if "host" in (span.args or {})), None)
-        for part in parts
-    ]
     starts: dict[str, list[float]] = defaultdict(list)
-    for mark in marks:
-        if mark is not None and mark.args is not None:
-            starts[mark.args["host"]].append(mark.start)
+    marks = [_start_mark(part) for part in parts]
+    for mark in filter(None, marks):
+        starts[mark["host"]].append(mark["start"])
     if len(starts) < 2:
         return [0.0] * len(parts)
-    zero = {host: statistics.median(times) for host, times in starts.items()}
-    return [0.0 if mark is None or mark.args is None else zero[mark.args["host"]] for mark in marks]
-
-
-def _first_spans(part: Trace) -> Iterable[Event]:
-    return [*part.earlier, *part.spans()]
+    return [statistics.median(starts[mark["host"]]) if mark else 0.0 for mark in marks]

@@ -26,9 +26,8 @@ from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.recorder import (
-    Inputs,
     RankRecorder,
-    RecordedWork,
+    Recording,
     WatchedWork,
     values,
 )
@@ -126,34 +125,31 @@ class RecordedGroup(torch_private.PythonGroup):
         tensors: list[torch.Tensor],
         *args: int,
     ) -> dist.Work:
-        recorder = self.recorder
+        recorder, tensor = self.recorder, tensors[0]
         peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
-        where, nbytes = caller(), size(tensors[0])
+        where, nbytes = caller(), size(tensor)
         seq = recorder.next_seq((kind, peer, tag, self.label), where, nbytes)
         peers = self.others if peer is None else (peer,)
         call = Call(recorder.rank, kind, peers, self.label, seq, where, tag, nbytes)
-        if not recorder.recording:
-            return WatchedWork(self, call, self.limit).started(start(tensors, *args))
-        tensor, collective = tensors[0], current_collective()
-        call = call._replace(
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            within=operation_on_ranks(collective),
-        )
-        # the text of the call takes longer than the rest, and is rarely needed
-        self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
-        small, sends = tensor.nbytes <= recorder.payload_bytes, kind == "send"
-        inputs = Inputs([tensor] * sends, values([tensor]) if small and sends else None)
-        work = RecordedWork(
-            self,
-            call,
-            self.limit,
-            event_group=self._event_group(collective),
-            start=recorder.now(),
-            inputs=inputs,
-            received=tensor if small and not sends else None,
-        )
-        return work.started(start(tensors, *args))
+        recording = None
+        if recorder.recording:
+            collective = current_collective()
+            call = call._replace(
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                within=operation_on_ranks(collective),
+            )
+            # the text of the call takes longer than the rest, and is rarely needed
+            self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
+            small, sends = tensor.nbytes <= recorder.payload_bytes, kind == "send"
+            recording = Recording(
+                recorder,
+                self._event_group(collective),
+                [tensor] * sends,
+                values([tensor]) if small and sends else None,
+                tensor if small and not sends else None,
+            )
+        return WatchedWork(self, call, self.limit).started(start(tensors, *args), recording)
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
@@ -171,7 +167,7 @@ class RecordedGroup(torch_private.PythonGroup):
 
     # ---- collectives: the same for all, after the table in signatures.py ----
 
-    def _collective(self, method: str, args: tuple, **kwargs: Any) -> dist.Work:
+    def _collective(self, method: str, args: tuple, **kwargs: Any) -> WatchedWork:
         spec = COLLECTIVES[method]
         run = next(
             (getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None
@@ -182,8 +178,7 @@ class RecordedGroup(torch_private.PythonGroup):
         limit = own_limit(
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)
         )
-        call = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?")
-        limits = (limit or self.limit, limit is not None)
+        call, recording = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?"), None
         if recorder.recording:
             arguments = spec.arguments(args)
             root = (
@@ -199,17 +194,16 @@ class RecordedGroup(torch_private.PythonGroup):
                 call = call._replace(shape=shape, gives=gives, takes=takes)
             self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
             small = arguments.nbytes <= recorder.payload_bytes and arguments.layout != "sparse"
-            payload = values(arguments.tensors) if small else None
-            inputs = Inputs(spec.unwritten_inputs(args, recorder.rank == root), payload)
-            group, start = self._event_group(None), recorder.now()
-            work: WatchedWork = RecordedWork(
-                self, call, *limits, event_group=group, start=start, inputs=inputs
+            recording = Recording(
+                recorder,
+                self._event_group(None),
+                spec.unwritten_inputs(args, recorder.rank == root),
+                values(arguments.tensors) if small else None,
             )
-        else:
-            work = WatchedWork(self, call, *limits)
+        work = WatchedWork(self, call, limit or self.limit, limit is not None)
         with recorder.blocked_in(work):  # some of them block here already
             inner = run(*args, **kwargs)
-        return work.started(inner)
+        return work.started(inner, recording)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
         return self.recorder.event_groups.of(
@@ -231,7 +225,7 @@ class RecordedGroup(torch_private.PythonGroup):
     ) -> None:
         work = self._collective("monitored_barrier", (timeout,), wait_all_ranks=wait_all_ranks)
         # it has no work of torch's own: when it returns, it is over
-        if isinstance(work, RecordedWork):
+        if work.recording is not None:
             if self.recorder.record_waits:
-                self.recorder.add_wait(work.call, work.start)
+                self.recorder.add_wait(work.call, work.recording.start)
             work.ended()

@@ -3,8 +3,8 @@
     RankRecorder     counts what was posted, and knows the call in which the program waits; in a
                      recorded run it keeps the events
     WatchedWork      a call that may block, and torch's own work of it: notes when the program
-                     waits in it, and whether it is dropped
-    RecordedWork     the same in a recorded run: writes an event when the call ends
+                     waits in it, and whether it is dropped; in a recorded run, writes an event
+                     when the call ends
 
 The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the
 simulator writes their record itself.
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,9 @@ from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.rank_files import RankFiles
 from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
 from parallel101.laboratory.record.wait_for import RankStatus
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.record.recorded_group import RecordedGroup
 
 SHORTEST_WAIT = 50e-6  # seconds
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
@@ -77,8 +80,6 @@ class RankRecorder:
         keep_waiting: bool = False,
     ):
         self.rank = rank
-        # in a job that torchrun may start again: a name for this start, the same on all ranks
-        self.start_name = ""
         self.recording = recording
         self.keep_waiting = keep_waiting
         # whether each time in which the program is blocked in a call becomes a span
@@ -108,7 +109,7 @@ class RankRecorder:
         # takes events away from `recorded`, if only the newest are kept; and sums of the others
         self.last_events: LastEvents | None = None
         self.earlier: list[Event] = []
-        self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
+        self.unfinished_works: weakref.WeakSet[WatchedWork] = weakref.WeakSet()
         # torch's own work, if it is a collective, and the event
         self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
@@ -263,10 +264,9 @@ class RankRecorder:
         now = self.now()
         self._end_dropped(run_is_over=False)
         dropped = [event._replace(end=now) for _, event in self.dropped_works]
-        works = [
-            work for work in list(self.unfinished_works) if not work.done and not work.unrecorded
-        ]
-        return self._rows([work.event(now) for work in works] + dropped)
+        works = [(work, work.recording) for work in list(self.unfinished_works)]
+        events = [work.event(r, now) for work, r in works if r is not None and not r.unrecorded]
+        return self._rows(events + dropped)
 
     def close(self) -> None:
         """End calls that were never waited for, as far as is known, because the run is over."""
@@ -297,18 +297,6 @@ class RankRecorder:
         return [tuple(event) for event in self.clock.in_seconds(list(events))]
 
 
-class CallGroup(Protocol):
-    """The facts that a call must know of its group, a RecordedGroup.
-
-    It has the group's ranks in order, those besides this one, and "gloo" or "nccl".
-    """
-
-    recorder: RankRecorder
-    ranks: list[int]
-    others: tuple[int, ...]
-    backend: str
-
-
 class Ended(dist.Work):
     """The work of a call for which torch's backend returns none.
 
@@ -326,10 +314,57 @@ class Ended(dist.Work):
         return True
 
 
+class Recording:
+    """The facts that a recorded run keeps of a call until it ends.
+
+    Args:
+        group: of the event.
+        inputs: tensors that must not change until the wait().
+        payload: the values that the event keeps, or None.
+        received: the tensor of a receive, if the event keeps its values.
+    """
+
+    __slots__ = ("group", "payload", "received", "start", "tensors", "unrecorded")
+
+    def __init__(
+        self,
+        recorder: RankRecorder,
+        group: EventGroup,
+        inputs: Sequence[torch.Tensor],
+        payload: list | None,
+        received: torch.Tensor | None = None,
+    ):
+        self.group, self.payload, self.received = group, payload, received
+        self.unrecorded = bool(recorder.unrecorded_label)
+        self.tensors = [(tensor, _version(tensor), snapshot(tensor)) for tensor in inputs]
+        self.start = recorder.now()
+
+    def changed(self) -> bool:
+        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to
+        # is compared
+        return any(
+            (t.is_cpu or _version(t) != version) and not unchanged(t, before)
+            for t, version, before in self.tensors
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often torch wrote to the tensor or another view of its memory.
+
+    Writes through x.data and NumPy are not counted.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def values(tensors: Sequence[torch.Tensor]) -> list:
+    return [value for tensor in tensors for value in tensor.detach().reshape(-1).tolist()]
+
+
 class WatchedWork(dist.Work):
     """A call that may block, and torch's own work of it.
 
-    It notes when the program waits in it, and whether it is dropped.
+    It notes when the program waits in it, and whether it is dropped. In a recorded run it writes an
+    event when the call ends.
 
     Args:
         group: in which the call is made.
@@ -343,18 +378,25 @@ class WatchedWork(dist.Work):
     kept = True
     # on NCCL, the works of its batch: waiting for one is waiting for all
     batch: Sequence[WatchedWork] = ()
+    recording: Recording | None = None  # in a recorded run, from its start to its end
 
     def __init__(
-        self, group: CallGroup, call: Call, limit: float | None = None, limit_in_call: bool = False
+        self,
+        group: RecordedGroup,
+        call: Call,
+        limit: float | None = None,
+        limit_in_call: bool = False,
     ):
         super().__init__()
         self.group, self.call, self.recorder = group, call, group.recorder
         self.limit, self.limit_in_call = limit, limit_in_call
 
-    def started(self, inner: dist.Work | None) -> WatchedWork:
+    def started(self, inner: dist.Work | None, recording: Recording | None = None) -> WatchedWork:
         """Take what torch's backend has returned for the call; return itself."""
-        self.inner = inner or Ended()
+        self.inner, self.recording = inner or Ended(), recording
         self.kept = self.call.kind not in P2P
+        if recording is not None:
+            self.recorder.unfinished_works.add(self)
         return self
 
     @property
@@ -368,8 +410,31 @@ class WatchedWork(dist.Work):
         return self.limit if self.limit_in_call or self.recorder.keep_waiting else None
 
     def __del__(self) -> None:
+        if self.recording is not None:
+            self.note_unwaited()
+            self._note_dropped(self.recording)
         if not self.kept:
             self.recorder.dropped[self.call.key, self.call.seq] = self.call.where
+
+    def note_unwaited(self) -> None:
+        """Note that the work's rank has dropped it, or returned.
+
+        A message that the program has not waited for may not have arrived.
+        """
+        if self.call.kind in P2P and not self.kept:
+            self.recorder.unwaited.append(self.call)
+
+    def _note_dropped(self, recording: Recording) -> None:
+        """Note that the work was dropped, so that nobody will see it end.
+
+        A collective ends anyway; a message may or may not.
+        """
+        if not recording.unrecorded:
+            event = self.event(recording, recording.start, recording.payload)
+            dropped = self.recorder.dropped_works
+            dropped.append((None if self.call.kind in P2P else self.inner, event))
+            if len(dropped) > MOST_DROPPED:
+                dropped.popleft()
 
     def wait(self, *timeout: Any) -> bool:
         recorder, is_message = self.recorder, self.call.kind in P2P
@@ -380,7 +445,15 @@ class WatchedWork(dist.Work):
         for work in self.batch:
             work.kept = True
         if threading.get_ident() != recorder.thread:
-            return self.inner.wait(*timeout)
+            answer = self.inner.wait(*timeout)
+        else:
+            answer = self._wait_in_program(is_message, timeout)
+        for work in self.batch or (self,):
+            work.ended(checked=True)
+        return answer
+
+    def _wait_in_program(self, is_message: bool, timeout: tuple) -> bool:
+        recorder = self.recorder
         if timeout:
             self.limit, self.limit_in_call = own_limit(*timeout), True
         elif self.limit is not None and is_message:
@@ -398,8 +471,9 @@ class WatchedWork(dist.Work):
         return answer
 
     def is_completed(self) -> bool:
-        done = self.inner.is_completed()
-        self.kept = self.kept or done
+        if done := self.inner.is_completed():
+            self.kept = True
+            self.ended(checked=True)
         return done
 
     def is_success(self) -> bool:
@@ -422,161 +496,48 @@ class WatchedWork(dist.Work):
     def get_future(self) -> Any:
         self.kept = True
         self.recorder.futures.append(self)
-        return self.inner.get_future()
-
-
-class Inputs:
-    """The inputs that a rank passed to a call, before torch got them.
-
-    It has the payload of the event, and tensors that must not change until the wait().
-    """
-
-    __slots__ = ("payload", "tensors")
-
-    def __init__(self, tensors: list[torch.Tensor], payload: list | None = None):
-        self.payload = payload
-        self.tensors = [(tensor, _version(tensor), snapshot(tensor)) for tensor in tensors]
-
-    def changed(self) -> bool:
-        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to
-        # is compared
-        return any(
-            (t.is_cpu or _version(t) != version) and not unchanged(t, before)
-            for t, version, before in self.tensors
-        )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often torch wrote to the tensor or another view of its memory.
-
-    Writes through x.data and NumPy are not counted.
-    """
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def values(tensors: list[torch.Tensor]) -> list:
-    return [value for tensor in tensors for value in tensor.detach().reshape(-1).tolist()]
-
-
-class RecordedWork(WatchedWork):
-    """The work of a recorded call: it writes an event when it ends.
-
-    Args:
-        event_group, start: of the event.
-        inputs: of the call.
-        received: the tensor of a receive, if the event keeps its values.
-    """
-
-    done = True  # until the call has started
-
-    def __init__(
-        self,
-        *posted: Any,
-        event_group: EventGroup,
-        start: Any,
-        inputs: Inputs,
-        received: torch.Tensor | None = None,
-    ):
-        super().__init__(*posted)
-        self.event_group, self.start = event_group, start
-        self.inputs: Inputs | None = inputs
-        self.received = received
-        self.unrecorded = bool(self.recorder.unrecorded_label)
-
-    def started(self, inner: dist.Work | None) -> WatchedWork:
-        self.done = False
-        self.recorder.unfinished_works.add(self)
-        return super().started(inner)
-
-    def __del__(self) -> None:
-        if not self.done:
-            self.note_unwaited()
-            self._note_dropped()
-        super().__del__()
-
-    def note_unwaited(self) -> None:
-        """Note that the work's rank has dropped it, or returned.
-
-        A message that the program has not waited for may not have arrived.
-        """
-        if self.call.kind in P2P and not self.kept:
-            self.recorder.unwaited.append(self.call)
-
-    def _note_dropped(self) -> None:
-        """Note that the work was dropped, so that nobody will see it end.
-
-        A collective ends anyway; a message may or may not.
-        """
-        if self.unrecorded:
-            return
-        payload = None if self.inputs is None else self.inputs.payload
-        event = self.event(self.start, payload=payload)
-        dropped = self.recorder.dropped_works
-        dropped.append((None if self.call.kind in P2P else self.inner, event))
-        if len(dropped) > MOST_DROPPED:
-            dropped.popleft()
-
-    def wait(self, *timeout: Any) -> bool:
-        answer = super().wait(*timeout)
-        for work in self.batch or (self,):
-            work.ended(checked=True)  # type: ignore[attr-defined]
-        return answer
-
-    def is_completed(self) -> bool:
-        done = super().is_completed()
-        if done:
-            self.ended(checked=True)
-        return done
-
-    def get_future(self) -> Any:
+        if self.recording is None:
+            return self.inner.get_future()
         if self.recorder.record_waits:
             # where DDP's C++ waits for this future, which Python would not see
             torch_private.after_backward(self.wait)
-        return super().get_future().then(self._passed_on)
+        return self.inner.get_future().then(self._passed_on)
 
     def _passed_on(self, future: Any) -> Any:
         self.ended()
         return future.value()
 
-    def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
+    def event(
+        self, recording: Recording, end: Any, payload: list | None = None, source: int | None = None
+    ) -> Event:
         """Return the event of this work.
 
         `source`: the sender of the message that a receive from any rank got. Such receives are
         numbered separately, and so have a negative seq.
         """
-        call = self.call
-        seq = call.seq if source is None else -call.seq
+        call, start = self.call, recording.start
         peer = (
             (call.peers[0] if len(call.peers) == 1 else source) if call.kind in P2P else call.root
         )
-        return call.event(
-            self.event_group,
-            peer=peer,
-            posted=self.start,
-            start=self.start,
-            end=end,
-            seq=seq,
-            payload=payload,
+        event = call.event(
+            recording.group, peer=peer, posted=start, start=start, end=end, payload=payload
         )
+        return event if source is None else event._replace(seq=-call.seq)
 
     def ended(self, checked: bool = False) -> None:
         """Write the event, once.
 
         With `checked`, raise MisuseError if a tensor that the rank passed has changed.
         """
-        if self.done:
+        recording, self.recording = self.recording, None
+        if recording is None:
             return
-        self.done = True
-        call, recorder = self.call, self.recorder
-        end = recorder.now()
+        recorder, call, end = self.recorder, self.call, self.recorder.now()
         recorder.unfinished_works.discard(self)
-        ranks = self.group.ranks
-        source = ranks[self.inner._source_rank()] if call.from_anyone else None
-        inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
-        assert inputs is not None
-        if not self.unrecorded:
-            recorder.recorded.append(
-                self.event(end, source, inputs.payload if received is None else values([received]))
-            )
-        if checked and inputs.changed():
+        if not recording.unrecorded:
+            source = self.group.ranks[self.inner._source_rank()] if call.from_anyone else None
+            received = recording.received
+            payload = recording.payload if received is None else values([received])
+            recorder.recorded.append(self.event(recording, end, payload, source))
+        if checked and recording.changed():
             raise tensor_changed(call)

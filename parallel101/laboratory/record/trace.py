@@ -19,7 +19,7 @@ import json
 import operator
 import os
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +29,8 @@ from parallel101.laboratory.record.chrome import chrome_events
 from parallel101.laboratory.record.events import Event, EventGroup, EventRow, Message, events_of
 from parallel101.laboratory.record.totals import EventSums, sums_of
 
-FORMAT = "parallel101 trace 2"
+FORMATS = "parallel101 trace 4", "parallel101 trace 2"  # what is written; also read: no `earlier`
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
-WITH_EARLIER = "parallel101 trace 4"  # of a trace that lacks its earlier events
 
 BY_TIME = operator.attrgetter("start", "rank", "seq")
 BY_ARRIVAL = operator.attrgetter("end", "start", "src", "dst")
@@ -221,22 +220,10 @@ class Trace:
         return max(e.end for e in every) - min(e.start for e in every) if every else 0.0
 
     def messages(self) -> list[Message]:
-        """Return the point-to-point messages, each with both sides, in order of arrival."""
-        if self.earlier:
-            return self._messages_by_number()
-        waiting: dict[tuple, deque[Event]] = defaultdict(deque)
-        for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
-            waiting[channel(event)].append(event)
-        paired = []
-        for recv in sorted((e for e in self.events if e.kind == "recv"), key=lambda e: e.seq):
-            if queue := waiting[channel(recv)]:
-                paired.append(_message(queue.popleft(), recv))
-        return sorted(paired, key=BY_ARRIVAL)
+        """Return the point-to-point messages, each with both sides, in order of arrival.
 
-    def _messages_by_number(self) -> list[Message]:
-        """Return the messages if a send or a receive may be among the earlier events.
-
-        A receive from any rank has no number that its send has, and is left out.
+        If earlier events are missing, a receive from any rank has no number that its send has, and
+        is left out.
         """
         sends = {(channel(e), e.seq): e for e in self.events if e.kind == "send"}
         paired = [
@@ -262,25 +249,23 @@ class Trace:
         groups: dict[EventGroup, int] = {}
 
         def fields(event: Event) -> tuple:
-            return (
-                *event[:GROUP],
-                groups.setdefault(event.group, len(groups)),
-                *event[GROUP + 1 :],
-            )
+            number = groups.setdefault(event.group, len(groups))
+            return *event[:GROUP], number, *event[GROUP + 1 :]
 
         events, unfinished, earlier = (
             [fields(event) for event in events]
             for events in (self.events, self.unfinished, self.earlier)
         )
-        head: dict[str, Any] = {
-            "format": WITH_EARLIER if self.earlier else FORMAT,
+        return {
+            "format": FORMATS[0],
             "world_size": self.world_size,
             "backend": self.backend,
             "fields": Event._fields,
+            "earlier": earlier,
+            "groups": list(groups),
+            "events": events,
+            "unfinished": unfinished,
         }
-        if earlier:
-            head["earlier"] = earlier
-        return {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -294,10 +279,10 @@ class Trace:
             version = content["format"]
         except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
-        if version not in (FORMAT, WITH_EARLIER):
+        if version not in FORMATS:
             raise ValueError(
                 f"{path} is not a trace that this version can read: its format is {version!r}, and "
-                f"{FORMAT!r} was expected"
+                f"{FORMATS[0]!r} was expected"
             )
         try:
             return trace_in(content)
@@ -368,7 +353,7 @@ def trace_in(content: dict[str, Any]) -> Trace:
     Raises ValueError for an entry that is missing, has another type, or names a rank outside the
     world.
     """
-    content = {"earlier": [], **content}  # which most traces lack
+    content = {"earlier": [], **content}
     world_size, backend = _entry(content, "world_size", int), _entry(content, "backend", str)
     if world_size < 1:
         raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
