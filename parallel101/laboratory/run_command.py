@@ -172,7 +172,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     This is also done if the run failed or was stopped with Ctrl-C.
     """
     from parallel101 import launch
-    from parallel101.laboratory.ranks.monitor import no_ranks_run, reports_in
+    from parallel101.laboratory.ranks.monitor import no_ranks_run
     from parallel101.laboratory.ranks.script import free_port, run_script
     from parallel101.laboratory.record.rank_files import remove_rank_files
 
@@ -194,15 +194,8 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
         remove_rank_files(args.record)
     error: BaseException | None = None
     try:
-        with reports_in(args.record):
-            trace = launch(
-                run_script,
-                script,
-                _kept_record(args),
-                trace=True,
-                backend=args.backend or "gloo",
-                **options,
-            ).trace
+        kept, backend = _kept_record(args), args.backend or "gloo"
+        trace = launch(run_script, script, kept, trace=True, backend=backend, **options).trace
     except BaseException as failed:
         if (trace := getattr(failed, "trace", None)) is None:
             raise

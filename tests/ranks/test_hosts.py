@@ -101,9 +101,9 @@ def test_ranks_of_srun_on_three_hosts(starter, tmp_path):
 # The second loop goes on until the test has made the file.
 TRAINING = """
     import os, time, torch, torch.distributed as dist
-    import parallel101.laboratory.ranks.heartbeat as heartbeat
+    import parallel101.laboratory.ranks.torchrun as torchrun
 
-    heartbeat.SILENT_FOR = 2
+    torchrun.SILENT_FOR = 2
     dist.init_process_group("gloo")
     done = torch.zeros(1)
     for _ in range(20):
@@ -149,7 +149,7 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
 RESTARTED = """
     import os, time, torch, torch.distributed as dist
-    import parallel101.laboratory.ranks.heartbeat as heartbeat
+    import parallel101.laboratory.ranks.torchrun as torchrun
     import parallel101.laboratory.record.last_events as last_events
 
     last_events.WRITE_EVERY = 0.5

@@ -172,8 +172,8 @@ def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_a
     monkeypatch.setattr(output, "writes_to_a_cell", lambda: True)
     monkeypatch.setattr(
         output.LongOutput,
-        "_update",
-        lambda self, html: printed.append(capsys.readouterr().out.count("\n")),
+        "show",
+        lambda self, folded=True: printed.append(capsys.readouterr().out.count("\n")),
     )
     RankOutput("[0] ", "stdout").feed(b"x\n" * 1000)
     assert printed == [output.LongOutput.AFTER]

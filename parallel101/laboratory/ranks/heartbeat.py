@@ -24,7 +24,6 @@ from parallel101.laboratory.record.units import ranks_text
 
 BEAT_EVERY = 0.4  # seconds
 LOOK_EVERY = 1.0  # seconds
-SILENT_FOR = 10.0  # seconds without an answer after which the store is reported
 # seconds without one after which a rank is lost, once a connection has broken; longer on a machine
 # that has far more work than cores
 LOST_AFTER = 1.4
@@ -115,10 +114,10 @@ def raised_text(failure: Failure) -> str:
     return f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}"
 
 
-def silence_text(place: str) -> str:
+def silence_text(seconds: float, place: str) -> str:
     """Return the report of a store that does not answer, with the rank's place. The run goes on."""
     return (
-        f"the job's store at {_store_address()} has not answered for {SILENT_FOR:g} s. Its machine "
+        f"the job's store at {_store_address()} has not answered for {seconds:g} s. Its machine "
         f"may have stopped, or the network to it. This rank is at {place}"
     )
 

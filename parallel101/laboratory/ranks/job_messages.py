@@ -210,29 +210,21 @@ def unpack_record(data: bytes) -> RankRecord:
 # ---- bytes for all ranks ----
 
 
-def exchange(parts: list[bytes], store: dist.Store, device: str) -> list[list[bytes]]:
-    """Return every rank's list of bytes, by rank. All ranks call it, each with a list of its own.
+def exchange(name: str, data: bytes, store: dist.Store, device: str) -> list[bytes]:
+    """Return every rank's bytes, by rank. All ranks call it, each with bytes of its own.
 
-    The lengths go through the store. The bytes are broadcast, by each rank in turn.
+    The lengths go through the store, under this name. The bytes are broadcast, by each rank in
+    turn.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    store.set(f"lengths/{rank}", to_json([len(part) for part in parts]))
+    store.set(f"{name}/{rank}", to_json(len(data)))
     # all are read before any rank is through, since the store may end with rank 0
-    lengths = [from_json(store.get(f"lengths/{source}")) for source in range(size)]
-    return [
-        _broadcast(parts if source == rank else None, lengths[source], source, device)
-        for source in range(size)
-    ]
-
-
-def _broadcast(
-    parts: list[bytes] | None, lengths: list[int], source: int, device: str
-) -> list[bytes]:
-    data = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-    if parts is not None:
-        data.copy_(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
-    dist.broadcast(data, source)
-    if parts is not None:
-        return parts
-    file = io.BytesIO(bytes_of(data.cpu().untyped_storage()))
-    return [file.read(length) for length in lengths]
+    lengths = [from_json(store.get(f"{name}/{source}")) for source in range(size)]
+    received = []
+    for source, length in enumerate(lengths):
+        sent = torch.empty(length, dtype=torch.uint8, device=device)
+        if source == rank:
+            sent.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(sent, source)
+        received.append(bytes(bytes_of(sent.cpu().untyped_storage())))
+    return received

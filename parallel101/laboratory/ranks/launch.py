@@ -31,10 +31,11 @@ from parallel101.laboratory.ranks.rendezvous import Rendezvous
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
 from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
 from parallel101.laboratory.record import process_groups
-from parallel101.laboratory.record.calls import never_waited, sends_never_waited
+from parallel101.laboratory.record.calls import never_waited
 from parallel101.laboratory.record.errors import (
     DeadlockError,
     LaunchTimeout,
+    MisuseError,
     RankFailed,
 )
 from parallel101.laboratory.record.trace import Trace
@@ -44,6 +45,7 @@ from parallel101.laboratory.sim.virtual_gpu import GpuCount
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
+TRACE = (True, False, "payload")  # the last one also records the values of small messages
 # the GPUs that a virtual rank may have
 GPUS = tuple(chip.name for chip in CHIPS.values() if chip.kernels is not None)
 # with trace="payload", messages up to this size are recorded with their values
@@ -247,11 +249,7 @@ def launch(
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
     monitor = Monitor(processes, timeout, prefixes, checked=recording, stuck_after=stuck_after)
-    cells = {
-        name: entry
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
-    }
+    cells = {name: e for name, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
     explained = False
     try:
         for rank in monitor.ranks:
@@ -281,7 +279,7 @@ def launch(
         if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
             results = [unpack(*packed) for packed in results[0]]
         monitor.let_exit()
-        preload(monitor.imported)
+        preload(name for record in monitor.records() for name in record.imported)
     except (DeadlockError, RankFailed, LaunchTimeout, KeyboardInterrupt) as error:
         explained = not isinstance(error, KeyboardInterrupt)
         if not explained:
@@ -309,9 +307,9 @@ def _check_waits(records: Sequence[RankRecord]) -> None:
     """
     calls = [call for record in records for call in record.unwaited]
     if receives := [call for call in calls if call.kind == "recv"]:
-        raise never_waited(receives)
+        raise MisuseError(never_waited(receives), receives[0].rank)
     if calls:
-        warnings.warn(sends_never_waited(calls), RuntimeWarning, stacklevel=3)
+        warnings.warn(never_waited(calls), RuntimeWarning, stacklevel=3)
 
 
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
@@ -352,16 +350,15 @@ def _check_arguments(
         raise TypeError(
             f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}"
         )
-    for name, value, allowed in (("backend", backend, BACKENDS), ("rules", rules, RULES)):
+    for name, value, allowed in (
+        ("backend", backend, BACKENDS),
+        ("rules", rules, RULES),
+        ("trace", trace, TRACE),
+    ):
         if value not in allowed:
             raise ValueError(
                 f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
             )
-    if trace not in (True, False, "payload"):
-        raise ValueError(
-            f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
-            "values of small messages)"
-        )
     _check_seconds("timeout", timeout)
     if network is not None and not isinstance(network, Network):
         raise TypeError(
@@ -391,13 +388,9 @@ def _check_seconds(name: str, value: Any) -> None:
 
 
 def _world_size(value: Any) -> int:
-    try:
-        size = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        size = None
-    if size is None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"world_size is {value!r}; it must be a whole number of ranks, 1 or more")
-    if size < 1:
+    if (size := operator.index(value)) < 1:
         raise ValueError(f"world_size is {size}; there must be at least 1 rank")
     return size
 

@@ -17,10 +17,9 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from parallel101.laboratory.ranks.diagnosis import (
     TOO_LONG,
@@ -31,7 +30,7 @@ from parallel101.laboratory.ranks.diagnosis import (
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
 from parallel101.laboratory.ranks.rank_stack import RankStack
-from parallel101.laboratory.ranks.run_watcher import REPORTS, WAIT_FOR_CAUSE, RunWatcher
+from parallel101.laboratory.ranks.run_watcher import WAIT_FOR_CAUSE, RunWatcher
 from parallel101.laboratory.ranks.stuck import SILENT, rank_lines
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
@@ -39,7 +38,6 @@ from parallel101.laboratory.ranks.wire import (
     CALLS,
     EXIT,
     FAILURE,
-    IMPORTED,
     RECORD,
     RESULT,
     STACKS,
@@ -85,12 +83,7 @@ class Monitor:
     """Watches the ranks of a launch.
 
     `watch` returns when every rank has returned, and raises what went wrong.
-
-    Attributes:
-        reports_folder: reports of stuck ranks are written there, too (see `reports_in`).
     """
-
-    reports_folder: ClassVar[Path | None] = None
 
     def __init__(
         self,
@@ -107,13 +100,12 @@ class Monitor:
             stuck_after,
             self.ask_stacks,
             lambda text: self.screen.lines("stderr", text.splitlines()),
-            self.reports_folder,
+            None,
         )
         self.ranks: list[MonitoredRank] = []
         self.timeout = timeout
         self.checked = checked
         self.fail_at = math.inf  # the moment when the cause of a failure is chosen
-        self.imported: set[str] = set()  # slow modules that ranks had to import
         self.selector = selectors.DefaultSelector()
         for number, process in enumerate(processes):
             out, err = (
@@ -220,8 +212,6 @@ class Monitor:
             ranks[rank.rank] = replace(
                 posted, blocked=status.blocked, limit=status.limit, returned=status.returned
             )
-        elif kind == IMPORTED:
-            self.imported.update(value)
         elif kind == STACKS:
             rank.stacks = value
         elif kind == FAILURE:
@@ -330,21 +320,6 @@ class Monitor:
                 for output in rank.outputs:
                     output.close(explained)
             self.screen.close()
-
-
-@contextlib.contextmanager
-def reports_in(folder: Path | None) -> Iterator[None]:
-    """Write reports of stuck ranks to reports.txt in this folder as well, inside the block.
-
-    Nothing is written to a file if the folder is None.
-    """
-    if folder is not None:
-        (folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
-    Monitor.reports_folder = folder
-    try:
-        yield
-    finally:
-        Monitor.reports_folder = None
 
 
 def no_ranks_run(*_: object) -> None:

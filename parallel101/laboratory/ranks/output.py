@@ -108,33 +108,28 @@ class LongOutput:
             self.folded += older
             self.size += sum(map(len, older))
         if time.monotonic() - self.updated > self.EVERY:
-            self._update(self._html(()))
+            self.show(folded=False)
 
-    def show(self) -> None:
+    def show(self, folded: bool = True) -> None:
         """Show all of it, with the folded lines. Until then the cell shows how many there are."""
-        self._update(self._html(self.folded))
-
-    def _html(self, folded: list[str] | tuple[()]) -> str:
-        older, last = self.count - len(self.last), escape("\n".join(self.last))
-        if not folded:
-            return (
-                f"<p>… {older:,} more lines</p><pre>{last}</pre>" if older else f"<pre>{last}</pre>"
-            )
-        left_out = f" (the first {len(folded):,} of them)" if len(folded) < older else ""
-        text = escape("\n".join(folded))
-        return (
-            f"<details><summary>{older:,} more "
-            f"lines{left_out}</summary><pre>{text}</pre></details><pre>{last}</pre>"
-        )
-
-    def _update(self, html: str) -> None:
         from IPython.display import HTML, display  # there is IPython, since this is a notebook
 
+        older, html = self.count - len(self.last), ""
+        if folded and self.folded:
+            kept = len(self.folded)
+            left_out = f" (the first {kept:,} of them)" if kept < older else ""
+            html = (
+                f"<details><summary>{older:,} more lines{left_out}</summary>"
+                f"<pre>{escape(chr(10).join(self.folded))}</pre></details>"
+            )
+        elif older:
+            html = f"<p>… {older:,} more lines</p>"
+        shown = HTML(f"{html}<pre>{escape(chr(10).join(self.last))}</pre>")
         self.updated = time.monotonic()
         if self.display is None:
-            self.display = display(HTML(html), display_id=True)
+            self.display = display(shown, display_id=True)
         else:
-            self.display.update(HTML(html))
+            self.display.update(shown)
 
 
 def writes_to_a_cell() -> bool:

@@ -35,7 +35,6 @@ from parallel101.laboratory.ranks.stuck import rank_lines, stuck_text
 from parallel101.laboratory.ranks.watcher import ControlThread
 from parallel101.laboratory.ranks.wire import (
     FAILURE,
-    IMPORTED,
     RECORD,
     RESULT,
     Job,
@@ -100,9 +99,11 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             on_start=watcher.watch,
         )
     _this_thread.rank = None
-    wire.send(IMPORTED, slow_imports(loaded))
     of_gpus = [gpus[rank] for rank in sorted(gpus)] if job.device is not None else None
-    record = RankRecord(run.events, run.unfinished, run.unwaited, of_gpus, run.warnings)
+    imported = slow_imports(loaded)
+    record = RankRecord(
+        run.events, run.unfinished, run.unwaited, of_gpus, run.warnings, (), imported
+    )
     wire.send(RECORD, (record, RankStatus()))
     if run.error is None:
         wire.send_packed(RESULT, *pack(run.results))

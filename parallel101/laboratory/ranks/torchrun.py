@@ -32,7 +32,6 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.diagnosis import RUN_CHECKED, rank_raised, timed_out
 from parallel101.laboratory.ranks.heartbeat import (
     LOOK_EVERY,
-    SILENT_FOR,
     Heartbeats,
     ended_text,
     loss_text,
@@ -73,6 +72,7 @@ from parallel101.spans import record_into
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
+SILENT_FOR = 10.0  # seconds without an answer after which the store is reported
 STORE_ENDS_LATER = 0.3  # seconds by which rank 0's process, which may hold the store, ends earlier
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
@@ -170,14 +170,15 @@ def join_job(
             return [], []
         record = recorded(recorder)
         device = "cuda" if backend == "nccl" else "cpu"
-        gathered = exchange([result, pack_record(record, size, backend)], store, device)
+        returned = exchange("result", result, store, device)
+        records = exchange("record", pack_record(record, size, backend), store, device)
     finally:
         record_into(None)
         watcher.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
-    results = [unpack_from(returned, source) for source, (returned, _) in enumerate(gathered)]
-    return results, [unpack_record(recorded) for _, recorded in gathered]
+    results = [unpack_from(data, source) for source, data in enumerate(returned)]
+    return results, list(map(unpack_record, records))
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -304,7 +305,7 @@ class JobWatcher(threading.Thread):
         while time.monotonic() - self.looked < SILENT_FOR:
             if self.over.wait(LOOK_EVERY):
                 return
-        self._write(silence_text(self._place()))
+        self._write(silence_text(SILENT_FOR, self._place()))
 
     def _place(self) -> str:
         return shown(self.observer.detector.place())

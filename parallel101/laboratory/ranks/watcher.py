@@ -17,7 +17,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -46,11 +46,16 @@ IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
-def recorded(recorder: RankRecorder) -> RankRecord:
+def recorded(recorder: RankRecorder, imported: Sequence[str] = ()) -> RankRecord:
     """Return the record of a rank so far."""
     events = recorder.events  # and with it the sums of earlier ones
-    unfinished, unwaited = recorder.unfinished, recorder.unwaited
-    return RankRecord(events, unfinished, unwaited, earlier=[*map(tuple, recorder.earlier)])
+    return RankRecord(
+        events,
+        recorder.unfinished,
+        recorder.unwaited,
+        earlier=[*map(tuple, recorder.earlier)],
+        imported=imported,
+    )
 
 
 class ControlThread(threading.Thread):
@@ -142,11 +147,11 @@ class Watcher(ControlThread):
             self.send_record()
             uncaught.may_abort.set()
 
-    def send_record(self) -> None:
+    def send_record(self, imported: Sequence[str] = ()) -> None:
         """Send what was posted and recorded so far."""
         self.observer.send_calls()
         recorder = self.observer.recorder
-        self.wire.send(RECORD, (recorded(recorder), recorder.status(messages=NEWEST)))
+        self.wire.send(RECORD, (recorded(recorder, imported), recorder.status(messages=NEWEST)))
 
     def stacks(self) -> list[RankStack]:
         return [self.observer.stacks.read(self.outside)]

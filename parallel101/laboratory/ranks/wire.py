@@ -35,9 +35,9 @@ from parallel101.laboratory.record.trace import collector_paused
 # Kinds of frames to a rank: its Job; the packed program; "what are you doing?"; "what have you
 # recorded?"; "you may exit".
 JOB, PROGRAM, ASK_STACKS, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
-# And from a rank: the Calls that it has posted; its RankStatus; its RankRecord and status; the slow
-# modules that it imported; its RankStack; what its function returned; its Failure.
-CALLS, STATUS, RECORD, IMPORTED, STACKS, RESULT, FAILURE = b"c", b"b", b"e", b"p", b"w", b"r", b"x"
+# And from a rank: the Calls that it has posted; its RankStatus; its RankRecord and status; its
+# RankStack; what its function returned; its Failure.
+CALLS, STATUS, RECORD, STACKS, RESULT, FAILURE = b"c", b"b", b"e", b"w", b"r", b"x"
 
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")
@@ -84,6 +84,8 @@ class RankRecord(NamedTuple):
     warnings: Sequence[str] = ()  # on sim, under NCCL's rules: what may hang on GPUs
     # sums of the rank's events before `events`, if only the newest were kept
     earlier: Sequence[EventRow] = ()
+    # slow modules, which the fork server may import for the next ranks
+    imported: Sequence[str] = ()
 
 
 class Failure(NamedTuple):
@@ -301,18 +303,12 @@ def _global_generator(obj: Any) -> tuple[Any, str] | None:
     `random.shuffle` is such a method. The result is None for any other object. A generator pickled
     by value would give every rank the same numbers.
     """
-    generators = [(random, random._inst)]
+    own = {id(random._inst): random}  # the modules that have a generator's methods as functions
+    known: dict[int, tuple[Any, str]] = {id(torch.default_generator): (torch, "default_generator")}
     if numpy := sys.modules.get("numpy.random"):
-        generators.append((numpy, numpy.mtrand._rand))
-        if obj is numpy.mtrand._rand:
-            return numpy.mtrand, "_rand"
+        own[id(numpy.mtrand._rand)] = numpy
+        known[id(numpy.mtrand._rand)] = numpy.mtrand, "_rand"
     if isinstance(obj, MethodType | BuiltinMethodType):
-        return next(
-            (
-                (m, obj.__name__)
-                for m, generator in generators
-                if obj.__self__ is generator and hasattr(m, obj.__name__)
-            ),
-            None,
-        )
-    return (torch, "default_generator") if obj is torch.default_generator else None
+        module = own.get(id(obj.__self__))
+        return (module, obj.__name__) if hasattr(module, obj.__name__) else None
+    return known.get(id(obj))

@@ -39,7 +39,7 @@ from parallel101.laboratory.ranks.program import (
     unpack_program,
 )
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
-from parallel101.laboratory.ranks.wire import IMPORTED, JOB, RESULT, Job, Wire
+from parallel101.laboratory.ranks.wire import JOB, RESULT, Job, Wire
 from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.spans import record_into
@@ -123,8 +123,7 @@ def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
     record_into(None)
     if failure is None:
         recorder.close()
-        watcher.send_record()
-        wire.send(IMPORTED, slow_imports(loaded))
+        watcher.send_record(slow_imports(loaded))
         wire.send_packed(RESULT, *packed)
     else:
         with contextlib.suppress(Exception):

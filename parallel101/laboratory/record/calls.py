@@ -297,16 +297,10 @@ def _difference(ours: Call, theirs: Call) -> str | None:
 
 def tensor_changed(call: Call) -> MisuseError:
     """Return the error for a tensor that the program changed while it was being sent."""
-    what = (
-        f"that was still being sent to rank {call.peers[0]}"
-        if call.kind == "send"
-        else f"that it passed to {call.kind}"
-    )
-    advice = (
-        "Call wait() on the send first, or send a clone."
-        if call.kind == "send"
-        else "Call wait() first, or pass a clone."
-    )
+    what, advice = f"that it passed to {call.kind}", "Call wait() first, or pass a clone."
+    if call.kind == "send":
+        what = f"that was still being sent to rank {call.peers[0]}"
+        advice = "Call wait() on the send first, or send a clone."
     return MisuseError(
         f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}",
         call.rank,
@@ -322,30 +316,25 @@ def waited_twice(rank: int, kind: str) -> MisuseError:
     )
 
 
-def never_waited(calls: Sequence[Call]) -> MisuseError:
-    """Return the error for receives for which the program never waited."""
-    advice = (
+NEVER_WAITED = {
+    "recv": (
         "Before wait() returns, the data may not have arrived. Keep the work that irecv returns, "
         "and wait() for it."
-    )
-    return MisuseError(
-        "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice]), calls[0].rank
-    )
-
-
-def sends_never_waited(calls: Sequence[Call]) -> str:
-    """Return the warning for sends for which the program never waited."""
-    advice = (
+    ),
+    "send": (
         "A tensor must not change before wait() returns, and gloo may cancel a send whose work is "
         "dropped. Keep the work that isend returns, and wait() for it."
-    )
-    return "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice])
+    ),
+}
 
 
-def _who_does_not_wait(calls: Sequence[Call]) -> str:
-    ranks, noun = {call.rank for call in calls}, "receive" if calls[0].kind == "recv" else "send"
+def never_waited(calls: Sequence[Call]) -> str:
+    """Return the text about receives, or about sends, for which the program never waited."""
+    ranks, kind = {call.rank for call in calls}, calls[0].kind
+    noun = "receive" if kind == "recv" else "send"
     what = f"a {noun}" if len(calls) == 1 else f"{noun}s"
-    return f"{ranks_text(ranks)} do{'es' * (len(ranks) == 1)} not wait for {what}"
+    who = f"{ranks_text(ranks)} do{'es' * (len(ranks) == 1)} not wait for {what}:"
+    return "\n  ".join([who, *places_of(calls), NEVER_WAITED[kind]])
 
 
 def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:

@@ -148,21 +148,12 @@ def called_instead(
     """Let each call of torch's `function` call `make(original)`, inside the block.
 
     This also holds if it was imported by name, before or inside. So the function itself is changed,
-    not the attributes of modules that refer to it. Relies on its being a Python function, decorated
-    by a closure over the function alone (as `_exception_logger` does) or not at all.
+    not the attributes of modules that refer to it. Relies on its being a Python function without a
+    closure, apart from decorators that note it as `__wrapped__` (as `_exception_logger` does).
     """
-    if function.__closure__ is not None:
-        (cell,) = function.__closure__
-        original, cell.cell_contents = cell.cell_contents, make(cell.cell_contents)
-        try:
-            yield
-        finally:
-            cell.cell_contents = original
-        return
+    function = inspect.unwrap(function)
     code, instead = function.__code__, f"_instead_of_{function.__name__}"
-    original = FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     function.__globals__[instead] = make(functools.update_wrapper(original, function))
     defined: dict[str, Any] = {}
     source = f"def {function.__name__}(*args, **kwargs): return {instead}(*args, **kwargs)"

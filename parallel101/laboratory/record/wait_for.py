@@ -82,18 +82,14 @@ def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
     """Return the first cycle in the wait-for graph, its smallest rank first, or []."""
     for start in sorted(needs):
         path: list[int] = []
-        rank = start
-        while rank in needs and rank not in path:
+        rank: int | None = start
+        while rank is not None and rank not in path:
             path.append(rank)
-            onward = [peer for peer in needs[rank] if peer in needs]
-            if not onward:
-                break
-            rank = onward[0]
-        else:
-            if rank in path:
-                circle = path[path.index(rank) :]
-                smallest = circle.index(min(circle))
-                return circle[smallest:] + circle[:smallest]
+            rank = next((peer for peer in needs[rank] if peer in needs), None)
+        if rank is not None:
+            circle = path[path.index(rank) :]
+            smallest = circle.index(min(circle))
+            return circle[smallest:] + circle[:smallest]
     return []
 
 
