@@ -12,249 +12,131 @@ import torch.distributed as dist
 import parallel101 as p101
 from tests.ranks.failing import fails, line_of
 
+X = torch.ones(1)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
     p101.launch(lambda: None, world_size=1)  # the first launch starts the fork server
 
 
+def compute(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(100).sum()
+
+
+def receive_cycle(rank):
+    dist.recv(X, (rank + 1) % dist.get_world_size())
+
+
+def send_first(rank):
+    if rank < 2:
+        dist.send(X, 1 - rank)
+        dist.recv(X, 1 - rank)
+
+
+def wait_of_irecv(rank):
+    work = dist.irecv(X, 1 - rank)
+    work.wait()
+
+
+def skips_a_collective(rank):
+    if rank != 2:
+        dist.all_reduce(X)
+    dist.recv(X, 3) if rank == 2 else dist.barrier()
+
+
+def one_has_returned(rank):
+    if rank == 0:
+        dist.recv(X, 1)
+
+
+def from_anyone(rank):
+    if rank == 0:
+        dist.recv(X)
+
+
+def group_that_one_never_makes(rank):
+    if rank == 0:
+        dist.recv(X, 1)
+    dist.new_group([0, 1])
+
+
+def groups_of_different_members(rank):
+    dist.new_group([0] if rank else [0, 1])
+
+
+def local_groups_of_different_members(rank):
+    dist.new_group([0] if rank else [0, 1], use_local_synchronization=True)
+
+
+def different_tags(rank):
+    dist.recv(X, 0, tag=2) if rank else dist.send(X, 1, tag=1)
+
+
+TAGS = "rank 0 sends to rank 1 with tag 1, and rank 1 receives with tag 2"
+CASES = {  # program → ranks, some that wait (with the text of their line), the cycle, words
+    receive_cycle: (4, {r: ("recv", (r + 1) % 4, "dist.recv") for r in range(4)}, [0, 1, 2, 3], ""),
+    send_first: (4, {0: ("send", 1, "dist.send"), 1: ("send", 0, "dist.send")}, [0, 1], ""),
+    wait_of_irecv: (2, {0: ("recv", 1, "work.wait")}, [0, 1], ""),
+    skips_a_collective: (
+        4,
+        {0: ("all_reduce", 2, "dist.all_reduce"), 2: ("recv", 3, "dist.recv")},
+        [2, 3],
+        "",
+    ),
+    one_has_returned: (4, {0: ("recv", 1, "dist.recv")}, [], "rank 1 has already returned"),
+    from_anyone: (4, {0: ("recv", None, "dist.recv")}, [], ""),
+    group_that_one_never_makes: (
+        2,
+        {0: ("recv", 1, "dist.recv"), 1: ("new_group", 0, "dist.new_group")},
+        [0, 1],
+        "",
+    ),
+    groups_of_different_members: (2, {0: ("new_group", 1, "dist.new_group")}, [], ""),
+    local_groups_of_different_members: (2, {0: ("new_group", 1, "dist.new_group")}, [], ""),
+    different_tags: (2, {0: ("send", 1, "dist.send"), 1: ("recv", 0, "dist.recv")}, [0, 1], TAGS),
+}
+
+
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_receive_cycle(world):
-    def program():
-        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
-        dist.recv(torch.empty(1), neighbour)
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    here = line_of(program, "dist.recv")
-    assert error.waiting == {rank: ("recv", (rank + 1) % 4, here) for rank in range(4)}
-    assert error.cycle == [0, 1, 2, 3]
-    assert here in str(error)
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_two_ranks_that_send_first(world):
-    def program():
-        x = torch.ones(1)
-        if dist.get_rank() < 2:
-            dist.send(x, 1 - dist.get_rank())
-            dist.recv(x, 1 - dist.get_rank())
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    here = line_of(program, "dist.send")
-    assert error.waiting == {0: ("send", 1, here), 1: ("send", 0, here)}
-    assert error.cycle == [0, 1]
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_the_line_of_a_wait_is_named(world):
-    def program():
-        work = dist.irecv(torch.empty(1), 1 - dist.get_rank())
-        work.wait()
-
-    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
-    assert error.waiting[0] == ("recv", 1, line_of(program, "work.wait"))
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_one_rank_skips_a_collective(world):
-    def program():
-        x = torch.ones(1)
-        if dist.get_rank() != 2:
-            dist.all_reduce(x)
-        dist.recv(x, 3) if dist.get_rank() == 2 else dist.barrier()
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    assert error.waiting[0] == ("all_reduce", 2, line_of(program, "dist.all_reduce"))
-    assert error.waiting[2][:2] == ("recv", 3)
-    assert error.cycle == [2, 3]
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_rank_that_returned_while_another_waits_for_it(world):
-    def program():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(1), 1)
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    assert error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))}
-    assert error.cycle == []
-    assert error.returned == [1]
-    assert "rank 1 has already returned" in str(error)
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_receive_from_anyone_when_nobody_sends(world):
-    def program():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(1))
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    assert error.waiting[0][:2] == ("recv", None)
+@pytest.mark.parametrize("program", CASES, ids=lambda program: program.__name__)
+def test_a_deadlock_says_who_waits_for_whom_and_where(program, world):
+    size, waiting, cycle, words = CASES[program]
+    error = fails(
+        p101.DeadlockError, lambda: program(dist.get_rank()), world_size=size, backend=world
+    )
+    for rank, (kind, peer, text) in waiting.items():
+        assert error.waiting[rank] == (kind, peer, line_of(program, text))
+        assert error.waiting[rank][2] in str(error)
+    assert error.cycle == cycle and words in str(error)
+    if program is groups_of_different_members and world == "gloo":
+        assert "new_group([0, 1]) on rank 0, new_group([0]) on rank 1" in str(error)
+    if program is one_has_returned:
+        assert error.returned == [1] and sorted(error.waiting) == [0]
 
 
 def test_a_deadlock_among_some_is_reported_while_others_compute():
     def program():
         if dist.get_rank() < 2:
-            dist.recv(torch.empty(1), 1 - dist.get_rank())
+            dist.recv(X, 1 - dist.get_rank())
         else:
-            while True:  # compute for ever
-                torch.ones(100).sum()
+            compute(1e9)
 
-    error = fails(p101.DeadlockError, program)
-    assert sorted(error.waiting) == [0, 1]
+    assert sorted(fails(p101.DeadlockError, program).waiting) == [0, 1]
 
 
-def test_a_send_whose_work_is_dropped_as_the_function_returns():
+@pytest.mark.parametrize("kept_until_the_return", [False, True])
+def test_a_send_whose_work_is_dropped(kept_until_the_return):
     def program():
         if dist.get_rank() == 0:
             work = dist.isend(torch.ones(4), 1)
-            return work is None
-        until = time.monotonic() + 0.2
-        while time.monotonic() < until:
-            pass
-        return dist.recv(torch.zeros(4), 0)
-
-    error = fails(p101.DeadlockError, program, world_size=2)
-    assert line_of(program, "dist.isend") in error.dropped[0]
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_group_that_one_rank_never_makes(world):
-    def program():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(1), 1)
-        dist.new_group([0, 1])
-
-    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
-    assert error.waiting[0][:2] == ("recv", 1)
-    assert error.waiting[1][:2] == ("new_group", 0)
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-@pytest.mark.parametrize("members_only", [False, True])
-def test_ranks_make_a_group_of_different_members(members_only, world):
-    def program():
-        dist.new_group([0] if dist.get_rank() else [0, 1], use_local_synchronization=members_only)
-
-    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
-    assert error.waiting[0][:2] == ("new_group", 1)
-    assert (
-        members_only
-        or world == "sim"
-        or "new_group([0, 1]) on rank 0, new_group([0]) on rank 1" in str(error)
-    )
-
-
-def test_making_a_group_waits_for_its_members_only():
-    def program():
-        rank = dist.get_rank()
-        if rank == 2:
-            return None
-        until = time.monotonic() + 0.6 * rank  # longer than it takes to report a deadlock
-        while time.monotonic() < until:
-            pass
-        return dist.get_world_size(dist.new_group([0, 1]))
-
-    assert p101.launch(program, world_size=3).results == [2, 2, None]
-
-
-@pytest.mark.parametrize("order", [("all_reduce", "broadcast"), ("barrier", "all_reduce")])
-def test_ranks_that_call_collectives_in_different_orders(order, backend):
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
-        "broadcast": lambda: dist.broadcast(torch.ones(1), 0),
-        "barrier": dist.barrier,
-    }
-
-    def program():
-        for name in order if dist.get_rank() != 1 else order[::-1]:
-            calls[name]()
-
-    error = fails(p101.DeadlockError, program, world_size=3, backend=backend)
-    # on real ranks with the bytes
-    assert re.search(f"{order[0]}.* on ranks 0 and 2, {order[1]}.* on rank 1", str(error))
-    assert isinstance(
-        fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True), p101.RankFailed
-    )
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_send_and_a_receive_with_different_tags(world):
-    def program():
-        dist.recv(torch.ones(1), 0, tag=2) if dist.get_rank() else dist.send(
-            torch.ones(1), 1, tag=1
-        )
-
-    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
-    assert "rank 0 sends to rank 1 with tag 1, and rank 1 receives with tag 2" in str(error)
-
-
-def test_sizes_with_which_gloo_waits_for_ever():
-    """Some have returned, and the others wait for bytes that nobody sends."""
-
-    def program():
-        dist.all_reduce(torch.ones(2 + dist.get_rank()))
-
-    error = fails(p101.DeadlockError, program, world_size=3)
-    assert error.waiting[1][0] == "all_reduce"
-    assert error.returned == [0]
-    assert "different collectives: all_reduce of 8 bytes on rank 0, all_reduce of 12" in str(error)
-    assert "different shapes" in str(fails(p101.MisuseError, program, world_size=3, trace=True))
-
-
-def test_a_message_that_is_posted_and_never_received_is_noted():
-    def program():
-        if dist.get_rank() == 0:
-            work = dist.isend(torch.ones(1), 1, tag=3)
-            dist.recv(torch.ones(1), 1)
-            work.wait()
+            if kept_until_the_return:
+                return work is None
+            del work
         else:
-            dist.recv(torch.ones(1), 0)
-
-    error = fails(p101.DeadlockError, program, world_size=2)
-    where = line_of(program, "dist.isend")
-    assert error.notes == [
-        ("rank 0 posted a send to rank 1 with tag 3, and rank 1 posted no matching receive", where)
-    ]
-    assert f"posted no matching receive, at {where}: " in str(error)
-    assert "nobody sends" not in str(error)
-
-
-def test_a_message_of_a_batch_is_named_by_the_line_of_the_batch():
-    def program():
-        peer = 1 - dist.get_rank()
-        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), peer)])
-        dist.recv(torch.ones(1), peer, tag=3)
-        work.wait()
-
-    error = fails(p101.DeadlockError, program, world_size=2)
-    assert {where for _, where in error.notes} == {line_of(program, "dist.batch_isend_irecv")}
-
-
-def test_a_slow_rank_that_only_computes_is_no_deadlock():
-    def program():
-        x = torch.zeros(1)
-        if dist.get_rank() == 0:
-            until = time.monotonic() + 0.8  # several ticks of the watchers
-            while time.monotonic() < until:
-                x += 1
-            dist.send(x, 1)
-        elif dist.get_rank() == 1:
-            dist.recv(x, 0)
-        dist.all_reduce(x)
-        return x.item() > 0
-
-    assert p101.launch(program, world_size=3).results == [True] * 3
-
-
-def test_a_send_whose_work_is_dropped_at_once():
-    def program():
-        if dist.get_rank() == 0:
-            dist.isend(torch.ones(4), 1)  # its work is not kept
-        else:
-            until = time.monotonic() + 0.2
-            while time.monotonic() < until:
-                pass
+            compute(0.2)
             dist.recv(torch.zeros(4), 0)
 
     error = fails(p101.DeadlockError, program, world_size=2)
@@ -265,3 +147,72 @@ def test_a_send_whose_work_is_dropped_at_once():
         f"{line_of(program, 'dist.isend')}: "
     )
     assert "Keep what isend" in str(error)
+
+
+@pytest.mark.parametrize("order", [("all_reduce", "broadcast"), ("barrier", "all_reduce")])
+def test_ranks_that_call_collectives_in_different_orders(order, backend):
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(X),
+        "broadcast": lambda: dist.broadcast(X, 0),
+        "barrier": dist.barrier,
+    }
+
+    def program():
+        for name in order if dist.get_rank() != 1 else order[::-1]:
+            calls[name]()
+
+    error = fails(p101.DeadlockError, program, world_size=3, backend=backend)
+    # on real ranks with the bytes
+    assert re.search(f"{order[0]}.* on ranks 0 and 2, {order[1]}.* on rank 1", str(error))
+    fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True)
+
+
+def test_sizes_with_which_gloo_waits_for_ever():
+    """Some have returned, and the others wait for bytes that nobody sends."""
+
+    def program():
+        dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+    error = fails(p101.DeadlockError, program, world_size=3)
+    assert error.waiting[1][0] == "all_reduce" and error.returned == [0]
+    assert "different collectives: all_reduce of 8 bytes on rank 0, all_reduce of 12" in str(error)
+    assert "different shapes" in str(fails(p101.MisuseError, program, world_size=3, trace=True))
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_message_that_is_posted_and_never_received_is_noted(batch):
+    def program():
+        if dist.get_rank() == 0:
+            if batch:
+                (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, X, 1, tag=3)])
+            else:
+                work = dist.isend(X, 1, tag=3)
+            dist.recv(X, 1)
+            work.wait()
+        else:
+            dist.recv(X, 0)
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    where = line_of(program, "dist.batch_isend_irecv" if batch else "= dist.isend")
+    note = "rank 0 posted a send to rank 1 with tag 3, and rank 1 posted no matching receive"
+    assert error.notes == [(note, where)] and f"receive, at {where}: " in str(error)
+    assert "nobody sends" not in str(error)
+
+
+def test_slow_ranks_are_no_deadlock():
+    """Also in a group that two of three make, while the third does something else."""
+
+    def program():
+        rank, x = dist.get_rank(), torch.zeros(1)
+        if rank != 2:
+            compute(0.6 * rank)  # longer than it takes to report a deadlock
+            assert dist.get_world_size(dist.new_group([0, 1])) == 2
+        if rank == 0:
+            compute(0.8)
+            dist.send(x + 1, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+        if rank != 2:
+            return True
+
+    assert p101.launch(program, world_size=3).results == [True, True, None]

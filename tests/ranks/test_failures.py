@@ -56,7 +56,8 @@ class UnpicklableReport(AnotherFailed):
 
 
 @pytest.mark.parametrize(("world", "report"), [("gloo", UnpicklableReport), ("sim", AnotherFailed)])
-def test_the_failing_ranks_own_error_is_raised_and_not_the_others_reports_of_it(world, report):
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_failing_ranks_own_end_is_raised_and_not_the_others_reports_of_it(world, report, dies):
     def program():
         if dist.get_rank() != 2:
             raise report(2)
@@ -64,15 +65,15 @@ def test_the_failing_ranks_own_error_is_raised_and_not_the_others_reports_of_it(
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
             pass
+        if dies:
+            os._exit(3)
         error = ValueError("the loss is NaN")
         error.failed_rank = 2
         raise error
 
-    with pytest.raises(p101.RankFailed) as raised:
-        p101.launch(program, world_size=4, backend=world)
-    error = raised.value
-    assert error.rank == 2
-    assert (type(error.__cause__), str(error.__cause__)) == (ValueError, "the loss is NaN")
+    error = fails(p101.RankFailed, program, backend=world)
+    assert (error.rank, error.exitcode) == (2, 3 if dies else None)
+    assert dies or repr(error.__cause__) == "ValueError('the loss is NaN')"
 
 
 @pytest.mark.parametrize("others", ["return", "wait"])
@@ -84,22 +85,8 @@ def test_a_report_of_a_rank_that_did_not_fail_is_raised_itself(world, others):
         if others == "wait":
             dist.barrier()
 
-    with pytest.raises(p101.RankFailed) as raised:
-        p101.launch(program, world_size=3, backend=world)
-    assert raised.value.rank == 0
-    assert raised.value.__cause__.failed_rank == 2
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_ranks_death_is_raised_and_not_the_others_reports_of_it(world):
-    def program():
-        if dist.get_rank() != 2:
-            raise AnotherFailed(2)
-        p101.compute(1.0)
-        os._exit(3)
-
-    error = fails(p101.RankFailed, program, backend=world)
-    assert (error.rank, error.exitcode) == (2, 3)
+    error = fails(p101.RankFailed, program, world_size=3, backend=world)
+    assert error.rank == 0 and error.__cause__.failed_rank == 2
 
 
 class Particular(Exception):
@@ -115,45 +102,69 @@ class Speechless(RuntimeError):
         raise ValueError("no words")
 
 
-def test_an_exception_whose_str_raises_is_named():
-    def program():
-        raise Speechless
-
-    assert str(fails(p101.RankFailed, program, world_size=1)).startswith(
-        "rank 0 raised Speechless\n"
-    )
-
-
 class Stubborn(Particular):
     def __reduce__(self):
         raise RuntimeError("no")
 
 
+def raises(error):
+    raise error
+
+
+OUTSIDE = "and its group of 2 has ranks 0 to 1"
+# what rank 1 does while rank 0 is in a barrier → the error's beginning, its cause, the exit code
+ENDS = {
+    "an exception": (
+        lambda: raises(Particular(1, 2)),
+        "raised Particular: particular words\n",
+        Particular,
+        None,
+    ),
+    "that can't be pickled": (
+        lambda: raises(Stubborn(1, 2)),
+        "raised Stubborn: particular words\n",
+        RuntimeError,
+        None,
+    ),
+    "without words": (lambda: raises(Speechless()), "raised Speechless\n", Speechless, None),
+    "without a message": (
+        lambda: raises(AssertionError()),
+        "raised AssertionError\n\nTraceback",
+        AssertionError,
+        None,
+    ),
+    "sys.exit": (lambda: exit(5), "raised SystemExit: 5", SystemExit, None),
+    "exit status 3": (lambda: os._exit(3), "exited with code 3", type(None), 3),
+    "exit status 0": (lambda: os._exit(0), "exited with code 0", type(None), 0),
+    "killed": (lambda: os.kill(os.getpid(), 9), "was killed by SIGKILL", type(None), -9),
+    "send to nobody": (
+        lambda: dist.send(torch.ones(1), 2),
+        f"raised ValueError: rank 1 sends to 2, {OUTSIDE}. On a ring",
+        ValueError,
+        None,
+    ),
+    "receive from itself": (
+        lambda: dist.recv(torch.ones(1), 1),
+        "raised ValueError: rank 1 receives from itself",
+        ValueError,
+        None,
+    ),
+}
+
+
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_an_exception_keeps_its_type_whatever_arguments_its_init_takes(world):
-    def program():
-        raise Particular(1, 2)
-
-    error = fails(p101.RankFailed, program, backend=world)
-    assert str(error).startswith(f"rank {error.rank} raised Particular: particular words\n")
-    assert (type(error.__cause__), error.__cause__.both) == (Particular, 3)
-
-
-def test_an_exception_that_cannot_be_pickled_still_arrives_as_text():
-    def program():
-        raise Stubborn(1, 2)
-
-    error = fails(p101.RankFailed, program)
-    assert str(error).startswith(f"rank {error.rank} raised Stubborn: particular words\n")
-
-
-def test_an_exception_without_a_message():
-    def program():
-        if dist.get_rank() == 1:
-            raise AssertionError
-
-    error = fails(p101.RankFailed, program)
-    assert str(error).startswith("rank 1 raised AssertionError\n\nTraceback")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_early(how, world):
+    end, words, cause, code = ENDS[how]
+    error = fails(
+        p101.RankFailed,
+        lambda: end() if dist.get_rank() == 1 else dist.barrier(),
+        world_size=2,
+        backend=world,
+    )
+    assert (error.rank, error.exitcode) == (1, code) and isinstance(error.__cause__, cause)
+    assert str(error).startswith(f"rank 1 {words}")
+    assert cause is not Particular or error.__cause__.both == 3
 
 
 def test_arguments_that_the_function_does_not_take():
@@ -161,23 +172,6 @@ def test_arguments_that_the_function_does_not_take():
         p101.launch(lambda x: x, world_size=2)
     assert "missing 1 required positional argument: 'x'" in str(raised.value)
     assert "Traceback" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("death", "code"),
-    [(lambda: os._exit(3), 3), (lambda: os._exit(0), 0), (lambda: os.kill(os.getpid(), 9), -9)],
-    ids=["exit status 3", "exit status 0", "killed"],
-)
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_rank_that_dies(death, code, world):
-    def program():
-        if dist.get_rank() == 1:
-            death()
-        dist.barrier()
-
-    error = fails(p101.RankFailed, program, backend=world)
-    assert (error.rank, error.exitcode) == (1, code)
-    assert "rank 1" in str(error)
 
 
 def test_the_lines_at_which_the_others_were_when_a_rank_was_killed():
@@ -191,15 +185,6 @@ def test_the_lines_at_which_the_others_were_when_a_rank_was_killed():
     ranks = [re.split(" wait| is| are", line.strip())[0] for line in others]
     assert sorted(rank for rank in " ".join(ranks) if rank.isdigit()) == ["0", "2", "3"]
     assert all(line_of(program, "dist.barrier") in line for line in others)
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_sys_exit_is_an_exception_like_any_other(world):
-    error = fails(
-        p101.RankFailed, lambda: exit(5) if dist.get_rank() == 3 else dist.barrier(), backend=world
-    )
-    assert error.rank == 3
-    assert isinstance(error.__cause__, SystemExit)
 
 
 def test_an_abort_of_gloo_is_explained_and_placed():
@@ -230,38 +215,11 @@ def test_a_crash_in_a_library_is_placed_in_the_program():
     assert "gloo" not in str(error)
 
 
-@pytest.mark.parametrize("how", [{}, {"backend": "sim"}])
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: dist.send(torch.ones(1), dist.get_rank() + 1),
-            "rank 1 sends to 2, and its group of 2 has ranks 0 to 1",
-        ),
-        (lambda: dist.recv(torch.ones(1), dist.get_rank() - 1), "rank 0 receives from -1"),
-    ],
-    ids=["send", "receive"],
-)
-def test_a_peer_that_is_outside_the_group(call, message, how):
-    error = fails(p101.RankFailed, call, world_size=2, **how)
-    assert isinstance(error.__cause__, ValueError)
-    assert message in str(error)
-
-
 @pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
 def test_a_root_that_is_outside_the_group(how):
     error = fails(p101.RankFailed, lambda: dist.broadcast(torch.ones(1), 2), world_size=2, **how)
     # both ranks raise it, and the one that is heard first is named
     assert "calls broadcast with root 2, and its group of 2 has ranks 0 to 1" in str(error)
-
-
-def test_gloo_has_no_message_to_oneself():
-    error = fails(
-        p101.RankFailed,
-        lambda: dist.recv(torch.ones(1), dist.get_rank()),
-        world_size=2,
-    )
-    assert "receives from itself" in str(error)
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
@@ -340,19 +298,6 @@ def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path,
     assert p101.Trace.load(tmp_path / "trace.json").unfinished == trace.unfinished
     trace.to_chrome(tmp_path / "chrome.json")
     assert (tmp_path / "chrome.json").read_text().count("never ended") == 4
-
-
-@pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
-def test_calls_that_a_raising_rank_had_posted_are_unfinished(how):
-    def program():
-        if dist.get_rank() == 1:
-            work = dist.irecv(torch.empty(1), 0)
-            raise ValueError(work.is_completed())
-        dist.barrier()
-
-    error = fails(p101.RankFailed, program, world_size=2, **how)
-    assert sorted((e.rank, e.kind) for e in error.trace.unfinished) == [(0, "barrier"), (1, "recv")]
-    assert error.trace.events == []
 
 
 def test_messages_in_flight_on_sim_are_unfinished():

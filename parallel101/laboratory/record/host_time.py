@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.utils.data
 
@@ -35,17 +35,6 @@ from parallel101.laboratory.record.program_lines import is_library, where
 
 MOST_LINES = 12  # of a step
 _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
-
-
-class MeasuredRank(Protocol):
-    """The attributes of a RankRecorder that HostTime needs."""
-
-    rank: int
-    thread: int  # the program's
-    waited: float  # seconds in which the program was blocked in a call
-    waiting: Any  # the call in which it is blocked, or None
-
-    def now(self) -> Any: ...
 
 
 class LineSamples(NamedTuple):
@@ -85,20 +74,10 @@ def rank_step(labels: dict[str, Any]) -> RankStep:
     return RankStep(**{**{name: labels[name] for name in RankStep._fields}, "lines": lines})
 
 
-class Totals(NamedTuple):
-    """Seconds since the start of the program's thread."""
-
-    now: float  # on the run's clock
-    waited: float  # blocked in calls
-    busy: float
-    queued: float
-    collecting: float
-
-
 class HostTime:
-    """Measures the program's thread of a rank. It is made by that thread."""
+    """Measures the program's thread of a rank, a RankRecorder's. It is made by that thread."""
 
-    def __init__(self, recorder: MeasuredRank):
+    def __init__(self, recorder: Any):
         self.recorder = recorder
         self.cpu = ThreadClock()
         self.steps = 0  # made so far
@@ -107,11 +86,12 @@ class HostTime:
         self.before = self._totals()
         self.lines: Lines = {}
         # of the last sample: when, and the thread's CPU time
-        self.sampled = self.before.now, self.before.busy
+        self.sampled = self.before[0], self.before[2]
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> tuple[float, ...]:
+        """Return seconds so far: the time, blocked in calls, busy, queued, collecting garbage."""
         now, recorder = self.recorder.now(), self.recorder
-        return Totals(now, recorder.waited, self.cpu.busy(), self.cpu.queued(), self.collected)
+        return now, recorder.waited, self.cpu.busy(), self.cpu.queued(), self.collected
 
     # ---- called by the program's thread ----
 

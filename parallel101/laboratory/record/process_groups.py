@@ -135,13 +135,9 @@ def batches_on_nccl() -> Iterator[None]:
     def in_batches(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-            groups = (
-                {getattr(op, "group", None) for op in p2p_op_list}
-                if isinstance(p2p_op_list, list)
-                else set()
-            )
-            group = groups.pop() if len(groups) == 1 else None
-            if not isinstance(group, RecordedGroup) or group.backend != "nccl":
+            ops = p2p_op_list if isinstance(p2p_op_list, list) else []
+            group, *others = {getattr(op, "group", None) for op in ops} or {None}
+            if others or not isinstance(group, RecordedGroup) or group.backend != "nccl":
                 return original(p2p_op_list)  # which also says what is wrong with the list
             works: list[dist.Work] = []
             with group.batched(works):
