@@ -155,6 +155,8 @@ ENDS = {
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_that_ends_early(how, world):
+    if (how, world) == ("receive from itself", "sim"):
+        pytest.skip("a rank of sim waits for itself")
     end, words, cause, code = ENDS[how]
     error = fails(
         p101.RankFailed,

@@ -149,7 +149,6 @@ def test_clocks_that_differ_and_a_network_that_is_gone_for_a_while(starter, tmp_
 
 RESTARTED = """
     import os, time, torch, torch.distributed as dist
-    import parallel101.laboratory.ranks.torchrun as torchrun
     import parallel101.laboratory.record.last_events as last_events
 
     last_events.WRITE_EVERY = 0.5

@@ -41,21 +41,8 @@ def exported(trace: Trace) -> list[dict]:
 
 def skewed() -> Trace:
     """Two clocks that disagree: the receive ends before the send starts."""
-    send = Event(
-        0,
-        "send",
-        1,
-        0,
-        8,
-        2.0,
-        3.0,
-        "a.py:1",
-        2.0,
-        EventGroup("world", (0, 1), None),
-        0,
-        (1,),
-        "int64",
-    )
+    group = EventGroup("world", (0, 1), None)
+    send = Event(0, "send", 1, 0, 8, 2.0, 3.0, "a.py:1", 2.0, group, 0, (1,), "int64")
     return Trace([send, send._replace(rank=1, kind="recv", peer=0, start=0.5, end=1.5)], 2, "gloo")
 
 
@@ -87,11 +74,8 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
         assert [arrow["id"] for arrow in arrows] == list(range(len(messages)))
         for arrow, message in zip(arrows, messages):
             slice_, event = enclosing(arrow), getattr(message, kind)
-            assert (slice_["cat"], slice_["pid"], slice_["args"]["peer"]) == (
-                kind,
-                event.rank + 1,
-                event.peer,
-            )
+            place = slice_["cat"], slice_["pid"], slice_["args"]["peer"]
+            assert place == (kind, event.rank + 1, event.peer)
             assert slice_["ts"] == event.start * 1e6 and slice_["args"]["bytes"] == message.nbytes
             assert side == "s" or slice_["ts"] < arrow["ts"] < slice_["ts"] + slice_["dur"]
 

@@ -50,9 +50,8 @@ def test_labels_of_any_kind(backend, tmp_path):
     (span,) = trace.spans("labelled")
     expected = {name: kept for name, (_, kept) in LABELS.items()}
     assert span.args == expected
-    assert {name: type(value) for name, value in span.args.items()} == {
-        name: type(kept) for name, kept in expected.items()
-    }
+    types = {name: type(value) for name, value in span.args.items()}
+    assert types == {name: type(kept) for name, kept in expected.items()}
     trace.save(tmp_path / "trace.json")
     assert p101.Trace.load(tmp_path / "trace.json").events == trace.events
     trace.to_chrome(tmp_path / "chrome.json")

@@ -42,12 +42,8 @@ def test_a_cycle_of_receives_and_what_breaks_it(n):
 
 
 def test_a_running_rank_may_still_post():
-    assert (
-        graph(
-            RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus(call(2, "recv", 0))
-        ).deadlock()
-        is None
-    )
+    waits = RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus(call(2, "recv", 0))
+    assert graph(*waits).deadlock() is None
 
 
 def test_waiting_for_a_rank_that_has_returned():
@@ -134,12 +130,8 @@ def test_unmatched_messages_are_noted_except_those_that_are_waited_for():
         RankStatus(call(0, "recv", 1), posted=mine),
         RankStatus(call(1, "recv", 0), posted=theirs),
     )
-    assert graph(*statuses).deadlock().notes == [
-        (
-            "rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no matching receive",
-            "a.py:2",
-        )
-    ]
+    note = "rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no matching receive"
+    assert graph(*statuses).deadlock().notes == [(note, "a.py:2")]
     running = RankStatus(posted=theirs)
     assert graph(statuses[0], running).deadlock() is None
 

@@ -229,7 +229,7 @@ class Trace:
         paired = [
             _message(send, e)
             for e in self.events
-            if e.kind == "recv" and (send := sends.get((channel(e), e.seq))) is not None
+            if e.kind == "recv" and (send := sends.pop((channel(e), e.seq), None)) is not None
         ]
         return sorted(paired, key=BY_ARRIVAL)
 
