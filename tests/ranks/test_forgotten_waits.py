@@ -33,20 +33,13 @@ def pass_right(x, wait_for=("send",)):
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept until the end"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_receive_without_a_wait(backend, kept):
+    wait_for = ("send", "keep") if kept else ("send",)
+    options = {"world_size": 3, "backend": backend, "trace": True}
     with pytest.raises(p101.MisuseError, match="ranks 0–2 do not wait for receives:") as raised:
-        p101.launch(
-            pass_right,
-            torch.ones(4),
-            ("send", "keep") if kept else ("send",),
-            world_size=3,
-            backend=backend,
-            trace=True,
-        )
+        p101.launch(pass_right, torch.ones(4), wait_for, **options)
+    here = line_of(pass_right, "dist.irecv")
     for rank in range(3):
-        assert (
-            f"rank {rank}: recv from rank {(rank - 1) % 3}, at {line_of(pass_right, 'dist.irecv')}"
-            in str(raised.value)
-        )
+        assert f"rank {rank}: recv from rank {(rank - 1) % 3}, at {here}" in str(raised.value)
     assert "isend" not in str(raised.value) and raised.value.trace is not None
 
 
@@ -63,29 +56,28 @@ def test_on_sim_a_message_that_nobody_waited_for_has_not_arrived():
             work.wait()
         return before, inbox.tolist()
 
-    assert (
-        p101.launch(program, world_size=2, backend="sim").results == [([0.0, 0.0], [5.0, 5.0])] * 2
-    )
+    run = p101.launch(program, world_size=2, backend="sim")
+    assert run.results == [([0.0, 0.0], [5.0, 5.0])] * 2
 
 
 def test_a_receive_that_nobody_answers_is_reported_too():
-    with pytest.raises(
-        p101.MisuseError,
-        match="rank 1 does not wait for a receive:\n  rank 1: recv from any rank, at",
-    ):
-        p101.launch(
-            lambda: dist.get_rank() == 1 and bool(dist.irecv(torch.zeros(1))),
-            world_size=3,
-            backend="sim",
-        )
+    def program():
+        return dist.get_rank() == 1 and bool(dist.irecv(torch.zeros(1)))
+
+    told = "rank 1 does not wait for a receive:\n  rank 1: recv from any rank, at"
+    with pytest.raises(p101.MisuseError, match=told):
+        p101.launch(program, world_size=3, backend="sim")
+
+
+def batch(x, got, peer):
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+    )
 
 
 def test_a_batch_without_a_wait_under_nccls_rules():
     def program():
-        x, peer = torch.ones(2), 1 - dist.get_rank()
-        dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.zeros(2), peer)]
-        )
+        batch(torch.ones(2), torch.zeros(2), 1 - dist.get_rank())
         dist.barrier()
 
     with pytest.raises(p101.MisuseError, match="rank 1: recv from rank 0, at"):
@@ -98,9 +90,8 @@ def test_an_error_of_the_rank_names_what_it_did_not_wait_for(backend):
         pass_right(torch.ones(2))
         raise ValueError("wrong numbers")
 
-    with pytest.raises(
-        p101.RankFailed, match=r"rank [01] raised ValueError: wrong numbers"
-    ) as raised:
+    wrong = r"rank [01] raised ValueError: wrong numbers"
+    with pytest.raises(p101.RankFailed, match=wrong) as raised:
         p101.launch(program, world_size=2, backend=backend, trace=True)
     assert "Before that, it received without a wait()" in str(raised.value)
     assert line_of(pass_right, "dist.irecv") in str(raised.value)
@@ -109,9 +100,8 @@ def test_an_error_of_the_rank_names_what_it_did_not_wait_for(backend):
 def test_a_send_without_a_wait_is_a_warning():
     with pytest.warns(RuntimeWarning, match="ranks 0–2 do not wait for sends:") as raised:
         run = p101.launch(pass_right, torch.ones(2), ("receive",), world_size=3, backend="sim")
-    assert f"rank 1: send to rank 2, at {line_of(pass_right, 'dist.isend')}" in str(
-        raised[0].message
-    )
+    told = f"rank 1: send to rank 2, at {line_of(pass_right, 'dist.isend')}"
+    assert told in str(raised[0].message)
     assert raised[0].filename == __file__ and run.results[0].tolist() == [1.0, 1.0]
 
 
@@ -131,9 +121,7 @@ def waited_for_in_every_way():
         pass
     if dist.get_backend() == "gloo":  # whose messages are complete only in wait()
         received.wait(), sent.wait()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got[1], peer)]
-    ):
+    for work in batch(x, got[1], peer):
         work.wait()
     pending = Pending([dist.irecv(got[2], peer), dist.isend(x, peer)])
     dist.barrier()
@@ -158,13 +146,8 @@ def test_what_counts_as_a_wait(backend):
 def test_under_nccls_rules_a_wait_for_one_is_a_wait_for_the_batch():
     def program():
         x, got, peer = torch.ones(1), torch.zeros(1), 1 - dist.get_rank()
-        dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-        )[0].wait()
-        received = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-        )[0]
-        received.get_future()
+        batch(x, got, peer)[0].wait()
+        batch(x, got, peer)[0].get_future()
         dist.barrier()
         return got.item()
 

@@ -19,45 +19,29 @@ from parallel101.laboratory.ranks.torchrun import loopback_explained
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in (("RANK", "1"), ("SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 RANK_1_OF_8 = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "found"),
-    [
-        (STEP, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}),
-        (OPEN_MPI, RANK_1_OF_8),
-        (MPICH, RANK_1_OF_8),
-        # mpirun started its daemon by srun, and torchrun was started by srun
-        ({**STEP, **OPEN_MPI}, RANK_1_OF_8),
-        ({**STEP, **RANK_1_OF_8}, RANK_1_OF_8),
-        ({}, {}),
-        (BATCH_SCRIPT, {}),
-        # newer versions number the batch script, as -5, and the shell that salloc opens
-        ({**STEP, "SLURM_STEP_ID": "-5"}, {}),
-        ({**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)}, {}),
-        # srun --pty bash
-        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {}),
-    ],
-    ids=[
-        "srun",
-        "Open MPI",
-        "MPICH",
-        "mpirun in Slurm",
-        "torchrun in Slurm",
-        "no job",
-        "sbatch",
-        "sbatch with a number",
-        "salloc",
-        "one task",
-    ],
-)
+FOUND = {  # the launcher: its variables → what they are as torchrun's
+    "srun": (STEP, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}),
+    "Open MPI": (OPEN_MPI, RANK_1_OF_8),
+    "MPICH": (MPICH, RANK_1_OF_8),
+    "mpirun that started its daemon by srun": ({**STEP, **OPEN_MPI}, RANK_1_OF_8),
+    "torchrun in a step": ({**STEP, **RANK_1_OF_8}, RANK_1_OF_8),
+    "no job": ({}, {}),
+    "sbatch": (BATCH_SCRIPT, {}),
+    # newer versions number the batch script, and the shell that salloc opens
+    "sbatch with a number": ({**STEP, "SLURM_STEP_ID": "-5"}, {}),
+    "salloc": ({**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)}, {}),
+    "srun --pty bash": ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {}),
+}
+
+
+@pytest.mark.parametrize(("environ", "found"), FOUND.values(), ids=FOUND)
 def test_who_is_a_rank(environ, found):
     assert torchrun_variables(environ) == found
 
