@@ -32,13 +32,10 @@ def test_an_exception_on_one_rank_while_the_others_wait(backend, trace):
         dist.barrier()
 
     error = fails(p101.RankFailed, program, backend=backend, trace=trace)
-    assert error.rank == 2
-    assert error.exitcode is None
-    assert isinstance(error.__cause__, KeyError)
+    assert (error.rank, error.exitcode) == (2, None) and isinstance(error.__cause__, KeyError)
     assert "my own mistake" in str(error)
-    assert line_of(program, "raise KeyError").rpartition(":")[2] in str(error), (
-        "the traceback names the line"
-    )
+    line = line_of(program, "raise KeyError").rpartition(":")[2]
+    assert line in str(error), "the traceback names the line"
     assert "worker.py" not in str(error), "and not the library's own frames"
 
 
@@ -116,38 +113,28 @@ OUTSIDE = "and its group of 2 has ranks 0 to 1"
 ENDS = {
     "an exception": (
         lambda: raises(Particular(1, 2)),
-        "raised Particular: particular words\n",
-        Particular,
-        None,
+        ("raised Particular: particular words\n", Particular, None),
     ),
     "that can't be pickled": (
         lambda: raises(Stubborn(1, 2)),
-        "raised Stubborn: particular words\n",
-        RuntimeError,
-        None,
+        ("raised Stubborn: particular words\n", RuntimeError, None),
     ),
-    "without words": (lambda: raises(Speechless()), "raised Speechless\n", Speechless, None),
+    "without words": (lambda: raises(Speechless()), ("raised Speechless\n", Speechless, None)),
     "without a message": (
         lambda: raises(AssertionError()),
-        "raised AssertionError\n\nTraceback",
-        AssertionError,
-        None,
+        ("raised AssertionError\n\nTraceback", AssertionError, None),
     ),
-    "sys.exit": (lambda: exit(5), "raised SystemExit: 5", SystemExit, None),
-    "exit status 3": (lambda: os._exit(3), "exited with code 3", type(None), 3),
-    "exit status 0": (lambda: os._exit(0), "exited with code 0", type(None), 0),
-    "killed": (lambda: os.kill(os.getpid(), 9), "was killed by SIGKILL", type(None), -9),
+    "sys.exit": (lambda: exit(5), ("raised SystemExit: 5", SystemExit, None)),
+    "exit status 3": (lambda: os._exit(3), ("exited with code 3", type(None), 3)),
+    "exit status 0": (lambda: os._exit(0), ("exited with code 0", type(None), 0)),
+    "killed": (lambda: os.kill(os.getpid(), 9), ("was killed by SIGKILL", type(None), -9)),
     "send to nobody": (
         lambda: dist.send(torch.ones(1), 2),
-        f"raised ValueError: rank 1 sends to 2, {OUTSIDE}. On a ring",
-        ValueError,
-        None,
+        (f"raised ValueError: rank 1 sends to 2, {OUTSIDE}. On a ring", ValueError, None),
     ),
     "receive from itself": (
         lambda: dist.recv(torch.ones(1), 1),
-        "raised ValueError: rank 1 receives from itself",
-        ValueError,
-        None,
+        ("raised ValueError: rank 1 receives from itself", ValueError, None),
     ),
 }
 
@@ -157,7 +144,7 @@ ENDS = {
 def test_a_rank_that_ends_early(how, world):
     if (how, world) == ("receive from itself", "sim"):
         pytest.skip("a rank of sim waits for itself")
-    end, words, cause, code = ENDS[how]
+    end, (words, cause, code) = ENDS[how]
     error = fails(
         p101.RankFailed,
         lambda: end() if dist.get_rank() == 1 else dist.barrier(),
@@ -239,11 +226,10 @@ def test_the_time_limit_error_says_where_each_rank_was(world):
     assert any(f"rank 0 is at {__file__}:{first + i}" in str(error) for i in range(len(lines)))
     if world == "gloo":
         assert "rank 1 has returned" in str(error)
-        place = f"{__file__}:{first + next(i for i, line in enumerate(lines) if 'irecv' in line)}"
-        assert (
-            "rank 0 posted a recv from rank 1 and dropped its work object without a wait(), "
-            f"at {place}"
-        ) in str(error)
+        dropped = (
+            "rank 0 posted a recv from rank 1 and dropped its work object without a wait(), at "
+        )
+        assert dropped + line_of(program, "irecv") in str(error)
 
 
 CELL = """import time, parallel101 as p101
@@ -259,12 +245,8 @@ p101.launch(divides, world_size=1)"""
 
 
 def test_a_notebook_shows_the_cells_own_frames_only_and_names_places_by_the_cells_number():
-    done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     told = done.stdout + done.stderr
     assert "rank 0 is at cell [1], line 3: while 1: time.sleep(.1)" in told
     assert "---> 10 p101.launch(divides, world_size=1)" in told
@@ -290,10 +272,8 @@ def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path,
         (1, "recv", 0, 0, 4),
         (1, "send", 0, 5, 12),
     ]
-    assert {e.where for e in trace.unfinished} == {
-        line_of(program, "isend"),
-        line_of(program, "dist.recv"),
-    }
+    places = {line_of(program, text) for text in ("isend", "dist.recv")}
+    assert {e.where for e in trace.unfinished} == places
     assert all(0 <= e.start <= e.end for e in trace.unfinished)
     assert trace.messages_sent == [0, 0], "what did not end is not counted"
     trace.save(tmp_path / "trace.json")
@@ -327,10 +307,8 @@ def test_a_result_that_cannot_be_pickled(world):
         return (i for i in range(3)) if dist.get_rank() == 1 else None
 
     error = fails(p101.RankFailed, program, backend=world)
-    assert error.rank == 1
-    assert "generator" in str(error)
-    assert "can't be pickled" in str(error)
-    assert "Traceback" not in str(error), "it would have our own frames only"
+    assert error.rank == 1 and "Traceback" not in str(error), "it would have our own frames only"
+    assert "generator" in str(error) and "can't be pickled" in str(error)
 
 
 def waits_twice():
@@ -342,8 +320,6 @@ def waits_twice():
 
 @pytest.mark.parametrize("how", [{}, {"trace": True}, {"backend": "sim"}])
 def test_a_second_wait_for_one_message_is_named_where_gloo_would_hang(how):
-    with pytest.raises(
-        p101.MisuseError,
-        match=r"waits a second time for one (send|recv), at .*test_failures.py:\d+",
-    ):
+    twice = r"waits a second time for one (send|recv), at .*test_failures.py:\d+"
+    with pytest.raises(p101.MisuseError, match=twice):
         p101.launch(waits_twice, world_size=2, **how)

@@ -54,17 +54,11 @@ def test_each_rank_has_its_own_numpy_random_numbers():
     optimizer.
     """
     processes.preload(["numpy.random"])
+    draw = lambda: importlib.import_module("numpy.random").random()  # noqa: E731
     for world in ("gloo", "sim"):
-        runs = [
-            p101.launch(
-                lambda: importlib.import_module("numpy.random").random(),
-                world_size=3,
-                backend=world,
-            )
-            for _ in range(2)
-        ]
-        assert all(len(set(run.results)) == 3 for run in runs)
-        assert (runs[0].results == runs[1].results) == (world == "sim")
+        once, again = (p101.launch(draw, world_size=3, backend=world).results for _ in range(2))
+        assert len(set(once)) == len(set(again)) == 3
+        assert (once == again) == (world == "sim")
 
 
 @pytest.mark.skipif(not can_collapse(), reason="this system has no large pages")
@@ -81,9 +75,8 @@ for start, stop in pieces:
     use_large_pages(start, stop)
 print(before, large())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert after > before + 16 * 1024, "KiB"
 
@@ -103,21 +96,17 @@ def test_an_entry_of_sys_path_that_is_no_string(monkeypatch, tmp_path):
 
 
 def test_a_fork_that_the_system_refuses(monkeypatch):
-    refuse = (
-        "import errno, os\ndef refused(): raise BlockingIOError(errno.EAGAIN, 'no')\nos.fork = "
-        "refused\n"
-    )
+    refuse = """import errno, os
+def refused(): raise BlockingIOError(errno.EAGAIN, 'no')
+os.fork = refused
+"""
     before = len(os.listdir("/dev/fd"))
     stop_server()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            processes,
-            "_python_code",
-            lambda code, whole=processes._python_code: whole(refuse + code),
-        )
-        with pytest.raises(
-            BlockingIOError, match="no more processes for this user: 2 ranks were asked for"
-        ):
+        whole = processes._python_code
+        patched.setattr(processes, "_python_code", lambda code: whole(refuse + code))
+        told = "no more processes for this user: 2 ranks were asked for"
+        with pytest.raises(BlockingIOError, match=told):
             p101.launch(int, world_size=2)
     stop_server()
     assert p101.launch(int, world_size=2).results == [0, 0]

@@ -22,18 +22,11 @@ def test_each_rank_runs_the_function_in_one_group(backend, world_size):
     def program(factor, *, offset):
         x = torch.tensor(float(dist.get_rank()))
         dist.all_reduce(x)
-        return (
-            dist.get_rank() * factor + offset,
-            dist.get_world_size(),
-            x.item(),
-            dist.get_backend(),
-        )
+        return dist.get_rank() * factor + offset, x.item(), dist.get_backend()
 
     run = p101.launch(program, 10, offset=7, world_size=world_size, backend=backend)
     total = sum(range(world_size))
-    assert run.results == [
-        (rank * 10 + 7, world_size, total, backend) for rank in range(world_size)
-    ]
+    assert run.results == [(10 * rank + 7, total, backend) for rank in range(world_size)]
     assert (run.world_size, run.backend) == (world_size, backend)
 
 
@@ -76,13 +69,10 @@ def test_tensors_come_back_as_they_were():
         assert result["scalar"].dtype == torch.bool
         assert torch.equal(result["half"], torch.ones(3, dtype=torch.bfloat16))
         assert result["conjugate"].tolist() == [1 - 2j] and result["negative"].tolist() == [-2]
-        assert result["leaf"].requires_grad
-        assert result["leaf"].is_leaf
+        assert result["leaf"].requires_grad and result["leaf"].is_leaf
         assert not result["graph"].requires_grad, "the graph stayed on its rank"
         assert isinstance(result["parameter"], torch.nn.Parameter)
-        assert result["slice"].untyped_storage().nbytes() == 8, (
-            "a small slice is sent without its base"
-        )
+        assert result["slice"].untyped_storage().nbytes() == 8, "without its base"
 
 
 def test_a_class_of_the_callers_comes_back_as_that_class():
@@ -108,15 +98,9 @@ def test_a_variable_with_the_name_of_a_module_of_torchs():
 def test_ranks_have_the_callers_directory_and_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
-    program = lambda: (  # noqa: E731
-        os.getcwd(),
-        os.environ["FROM_THE_CALLER"],
-        os.environ["RANK"],
-        os.environ["WORLD_SIZE"],
-    )
-    assert p101.launch(program, world_size=2).results == [
-        (str(tmp_path), "yes", str(rank), "2") for rank in range(2)
-    ]
+    names = "FROM_THE_CALLER", "RANK", "WORLD_SIZE"
+    run = p101.launch(lambda: (os.getcwd(), *map(os.environ.get, names)), world_size=2)
+    assert run.results == [(str(tmp_path), "yes", str(rank), "2") for rank in range(2)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's connections")
@@ -131,10 +115,8 @@ def test_ranks_ask_no_name_server():
         if end
     }
     before = addresses()
-    assert (
-        p101.launch(lambda: dist.barrier() or addresses(), world_size=2).results
-        == [{"127.0.0.1"}] * 2
-    )
+    run = p101.launch(lambda: dist.barrier() or addresses(), world_size=2)
+    assert run.results == [{"127.0.0.1"}] * 2
     assert addresses() <= before | {"127.0.0.1"}
 
 
@@ -152,13 +134,10 @@ def test_the_rendezvous_works_by_a_file_in_memory_and_by_a_temporary_one(monkeyp
 
 
 def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch():
-    first, second = p101.launch(
-        lambda: (torch.get_num_threads(), torch.rand(3)), world_size=2
-    ).results
-    assert first[0] == second[0] == 1
-    assert torch.equal(first[1], second[1]), (
-        "as in two fresh processes: torch's default seed is fixed"
-    )
+    program = lambda: (torch.get_num_threads(), torch.rand(3).tolist())  # noqa: E731
+    first, second = p101.launch(program, world_size=2).results
+    # as in two fresh processes: torch's default seed is fixed
+    assert first == second and first[0] == 1
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
@@ -175,13 +154,8 @@ def test_functions_imported_from_random_modules_use_each_ranks_own_generators(wo
         shuffle(deck)
         first = random(), float(rand()), float(hidden.rand()), tuple(deck)
         draws = []
-        for number in (
-            random,
-            rand,
-            np.random.rand,
-            sys.modules["random"].random,
-            lambda: torch.rand((), generator=default_generator),
-        ):
+        of_torch = lambda: torch.rand((), generator=default_generator)  # noqa: E731
+        for number in (random, rand, np.random.rand, sys.modules["random"].random, of_torch):
             seed(dist.get_rank()), numpy_seed(dist.get_rank()), torch.manual_seed(dist.get_rank())
             dist.barrier()  # meanwhile the others seed theirs
             draws.append(float(number()))
@@ -189,9 +163,7 @@ def test_functions_imported_from_random_modules_use_each_ranks_own_generators(wo
 
     once, again = (p101.launch(program, world_size=3, backend=world).results for _ in range(2))
     first, own, python, numpy, of_torch = zip(*once, strict=True)
-    assert (
-        all(len(set(draws)) == 3 for draws in zip(*first, strict=True)) and len(set(of_torch)) == 3
-    )
+    assert all(len(set(draws)) == 3 for draws in [of_torch, *zip(*first, strict=True)])
     assert own == (Random(3).random(),) * 3, "a generator of the program's own is copied as it is"
     assert all(python) and all(numpy)
     assert (once == again) == (world == "sim")
@@ -214,9 +186,8 @@ class Read:
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_no_rank_begins_before_all_have_unpickled_the_program(tmp_path, trace):
-    run = p101.launch(
-        lambda read: sorted(os.listdir(read.folder)), Read(tmp_path), world_size=4, trace=trace
-    )
+    program = lambda read: sorted(os.listdir(read.folder))  # noqa: E731
+    run = p101.launch(program, Read(tmp_path), world_size=4, trace=trace)
     assert run.results == [["0", "1", "2", "3"]] * 4
     assert not trace or run.trace.events == [], "the barrier before the program is not recorded"
 
@@ -305,12 +276,8 @@ def test_functions_imported_by_name_are_the_launchs_own(backend, tmp_path, monke
 
     for program in (spelled_by_name.program, lambda: __import__("spelled_by_name").program()):
         for received, refused in p101.launch(program, world_size=2, backend=backend).results:
-            assert received == 2.0
-            assert (
-                "init_process_group(world_size=7)" in refused[0]
-                and "P2POp" in refused[1]
-                and len(refused) == 3
-            )
+            assert received == 2.0 and len(refused) == 3
+            assert "init_process_group(world_size=7)" in refused[0] and "P2POp" in refused[1]
     del sys.modules["spelled_by_name"]
 
 

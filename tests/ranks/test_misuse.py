@@ -87,13 +87,9 @@ MISUSES = {
 @pytest.mark.parametrize("name", list(MISUSES))
 def test_a_checked_run_names_misuse(name, backend):
     call, message = MISUSES[name]
+    program = lambda: call(dist.get_rank())  # noqa: E731
     with pytest.raises(p101.MisuseError, match=message) as raised:
-        p101.launch(
-            lambda: call(dist.get_rank()) if dist.get_rank() < 2 else None,
-            world_size=2,
-            backend=backend,
-            trace=True,
-        )
+        p101.launch(program, world_size=2, backend=backend, trace=True)
     assert __file__ in str(raised.value)
     assert raised.value.rank in (0, 1)
 
@@ -101,28 +97,22 @@ def test_a_checked_run_names_misuse(name, backend):
 UNEVEN = {  # on three ranks, of which rank 1 and rank 2 disagree
     "equal shares": lambda r: (torch.ones(6 if r == 2 else 3), torch.ones(3)),
     "splits": lambda r: (
-        torch.ones(3),
-        torch.ones(3),
-        [1, 1, 1],
-        [1, 0, 2] if r == 1 else [1, 1, 1],
+        *[torch.ones(3)] * 2,
+        *([1, 1, 1], [1, 0, 2] if r == 1 else [1, 1, 1]),
     ),
     "rows": lambda r: (
-        torch.ones(6, 2),
-        torch.ones(6, 2),
-        [2, 2, 2],
-        [2, 1, 3] if r == 1 else [2, 2, 2],
+        *[torch.ones(6, 2)] * 2,
+        *([2, 2, 2], [2, 1, 3] if r == 1 else [2, 2, 2]),
     ),
 }
 
 
 @pytest.mark.parametrize("case", list(UNEVEN))
 def test_an_all_to_all_in_which_two_disagree(case):
-    with pytest.raises(
-        p101.MisuseError, match=r"rank \d gives rank \d \d+ bytes, and rank \d expects \d+\n"
-    ) as raised:
-        p101.launch(
-            lambda: dist.all_to_all_single(*UNEVEN[case](dist.get_rank())), world_size=3, trace=True
-        )
+    differs = r"rank \d gives rank \d \d+ bytes, and rank \d expects \d+\n"
+    program = lambda: dist.all_to_all_single(*UNEVEN[case](dist.get_rank()))  # noqa: E731
+    with pytest.raises(p101.MisuseError, match=differs) as raised:
+        p101.launch(program, world_size=3, trace=True)
     assert raised.value.rank in (1, 2)
     assert __file__ in str(raised.value)
 
@@ -175,12 +165,8 @@ def harmless():
     work = dist.all_reduce(sparse, async_op=True)
     work.wait()
     rows = sparse._indices().tolist(), sparse._values().tolist()
-    return (
-        one.tolist() == [3.0 * rank],
-        total.tolist(),
-        [name for name, (first, last) in both.items() if first != last],
-        rows,
-    )
+    differ = [name for name, (first, last) in both.items() if first != last]
+    return one.tolist() == [3.0 * rank], total.tolist(), differ, rows
 
 
 @pytest.mark.parametrize(
@@ -193,15 +179,10 @@ def test_what_is_no_misuse(where):
 
 
 def test_nccl_has_no_sums_of_sparse_tensors():
-    with pytest.raises(
-        p101.RankFailed, match="sparse tensor to all_reduce, and NCCL does not support that"
-    ):
-        p101.launch(
-            lambda: dist.all_reduce(torch.eye(2).to_sparse()),
-            world_size=2,
-            backend="sim",
-            rules="nccl",
-        )
+    program = lambda: dist.all_reduce(torch.eye(2).to_sparse())  # noqa: E731
+    refused = "sparse tensor to all_reduce, and NCCL does not support that"
+    with pytest.raises(p101.RankFailed, match=refused):
+        p101.launch(program, world_size=2, backend="sim", rules="nccl")
 
 
 def double(x: torch.Tensor, how: str) -> None:
@@ -228,17 +209,17 @@ def test_a_tensor_changed_while_it_is_being_sent(backend, count, how):
     assert raised.value.rank == 0
 
 
+def two_like(x):
+    return [torch.empty_like(x) for _ in range(2)]
+
+
 GIVEN = {  # collectives that read x and do not write it
-    "all_gather": lambda x: dist.all_gather(
-        [torch.empty_like(x) for _ in range(2)], x, async_op=True
-    ),
+    "all_gather": lambda x: dist.all_gather(two_like(x), x, async_op=True),
     "reduce_scatter": lambda x: dist.reduce_scatter(
         torch.empty_like(x), [x, torch.ones_like(x)], async_op=True
     ),
     "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x, async_op=True),
-    "gather": lambda x: dist.gather(
-        x, [torch.empty_like(x) for _ in range(2)] if dist.get_rank() == 0 else None, async_op=True
-    ),
+    "gather": lambda x: dist.gather(x, None if dist.get_rank() else two_like(x), async_op=True),
     "broadcast": lambda x: dist.broadcast(x, 1, async_op=True),
 }
 
@@ -274,26 +255,25 @@ def test_another_part_of_the_same_memory_may_change(backend):
     assert run.results == [[0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]] * 2
 
 
+INTS, FLOATS = torch.ones(6, dtype=torch.int32), torch.ones(6)
+WIDE, TALL = torch.ones(2, 3), torch.ones(3, 2)
 UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and the word for it
-    "op": lambda r: p101.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
-    "dim": lambda r: p101.all_gather(torch.ones(2, 3), int(r == 1)),
-    "src": lambda r: p101.broadcast(torch.ones(2), int(r == 1)),
-    "algorithm": lambda r: p101.all_reduce(
-        torch.ones(2), algorithm="rabenseifner" if r == 1 else "ring"
-    ),
-    "dtype": lambda r: p101.reduce_scatter(
-        torch.ones(6, dtype=torch.int32 if r == 1 else torch.float32)
-    ),
-    "shape": lambda r: p101.all_reduce(torch.ones((3, 2) if r == 1 else (2, 3))),
-    "group": lambda r: p101.all_gather(torch.ones(2), group=[0, 2, 1] if r == 1 else [0, 1, 2]),
+    "op": lambda r: p101.all_reduce(FLOATS, "max" if r == 1 else "sum"),
+    "dim": lambda r: p101.all_gather(WIDE, int(r == 1)),
+    "src": lambda r: p101.broadcast(FLOATS, int(r == 1)),
+    "algorithm": lambda r: p101.all_reduce(FLOATS, algorithm="direct" if r == 1 else "ring"),
+    "dtype": lambda r: p101.reduce_scatter(INTS if r == 1 else FLOATS),
+    "shape": lambda r: p101.all_reduce(TALL if r == 1 else WIDE),
+    "group": lambda r: p101.all_gather(FLOATS, group=[0, 2, 1] if r == 1 else [0, 1, 2]),
     "shape in the other dims": lambda r: p101.all_gather(torch.ones(2, 2 + (r == 1))),
     "sizes": lambda r: p101.all_gather(torch.ones(2 + (r == 1))),
-    "collectives: op": lambda r: collectives.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
+    "collectives: op": lambda r: collectives.all_reduce(FLOATS, "max" if r == 1 else "sum"),
     "collectives: dim": lambda r: collectives.scatter(torch.ones(3, 3), dim=int(r == 1)),
-    "async: op": lambda r: all_reduce_async(torch.ones(2), "max" if r == 1 else "sum").wait(),
-    "async: shape": lambda r: reduce_scatter_async(torch.ones((3, 2) if r == 1 else (2, 3))).wait(),
+    "async: op": lambda r: all_reduce_async(FLOATS, "max" if r == 1 else "sum").wait(),
+    "async: shape": lambda r: reduce_scatter_async(TALL if r == 1 else WIDE).wait(),
+    "async: dtype": lambda r: all_gather_async(INTS if r == 1 else FLOATS).wait(),
     "replicated: algorithm": lambda r: p101.copy_to_group(
-        torch.ones(2), algorithm="ring" if r == 1 else "direct"
+        FLOATS, algorithm="ring" if r == 1 else "direct"
     ),
 }
 
@@ -303,12 +283,10 @@ UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and
     [*((what, "sim") for what in UNALIKE), *((what, "gloo") for what in ("op", "shape", "group"))],
 )
 def test_arguments_that_differ_between_ranks_are_named(what, backend):
-    with pytest.raises(
-        p101.MisuseError, match=f"^{what.split(': ')[-1]} is not the same on all ranks: "
-    ) as raised:
-        p101.launch(
-            lambda: UNALIKE[what](dist.get_rank()), world_size=3, backend=backend, trace=True
-        )
+    differs = f"^{what.split(': ')[-1]} is not the same on all ranks: "
+    program = lambda: UNALIKE[what](dist.get_rank())  # noqa: E731
+    with pytest.raises(p101.MisuseError, match=differs) as raised:
+        p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 1 and __file__ in str(raised.value)
 
 
@@ -323,13 +301,13 @@ OTHERS = {  # what rank 2 calls instead of an all-gather; gloo would match the m
 @pytest.mark.parametrize("other", list(OTHERS))
 def test_another_collective_is_named(other, backend):
     def program():
-        OTHERS[other]() if dist.get_rank() == 2 else p101.all_gather(
-            torch.ones(1), algorithm="direct"
-        )
+        if dist.get_rank() == 2:
+            OTHERS[other]()
+        else:
+            p101.all_gather(torch.ones(1), algorithm="direct")
 
-    with pytest.raises(
-        p101.MisuseError, match=rf"^the ranks call different operations: all_gather and {other}\n"
-    ) as raised:
+    differs = rf"^the ranks call different operations: all_gather and {other}\n"
+    with pytest.raises(p101.MisuseError, match=differs) as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 2 and __file__ in str(raised.value)
 
@@ -339,9 +317,8 @@ def test_a_message_of_one_collective_received_in_another_is_named(backend):
     def program():
         p101.all_reduce(torch.ones(1), group=[0, 2] if dist.get_rank() == 2 else [0, 1, 2])
 
-    with pytest.raises(
-        p101.MisuseError, match=r"^a message of \w+ on ranks \[0.* is received in \w+ on ranks \[0"
-    ) as raised:
+    mixed = r"^a message of \w+ on ranks \[0.* is received in \w+ on ranks \[0"
+    with pytest.raises(p101.MisuseError, match=mixed) as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert __file__ in str(raised.value)
 
@@ -354,12 +331,9 @@ def test_what_may_differ_between_ranks_is_no_misuse(backend):
         # the same dim, counted from the end
         assert p101.all_gather(shard, -1 if rank == 1 else 1, sizes=sizes).shape == (2, 5)
         assert p101.gather(shard, 2, 1, sizes=sizes).numel() == (10 if rank == 2 else 0)
-        assert (
-            p101.all_to_all(
-                shard.expand(2, sizes[rank]), 0, 1, split_sizes=[1, 1, 0], concat_sizes=sizes
-            ).shape[0]
-            == [1, 1, 0][rank]
-        )
+        whole, splits = shard.expand(2, sizes[rank]), [1, 1, 0]
+        got = p101.all_to_all(whole, 0, 1, split_sizes=splits, concat_sizes=sizes)
+        assert got.shape[0] == splits[rank]
 
     p101.launch(program, world_size=3, backend=backend, trace=True)
 
@@ -393,9 +367,8 @@ def test_a_result_that_some_ranks_leave_out_of_their_loss_is_named(backend):
         results = p101.all_reduce(x), p101.all_reduce(10 * x)
         results[dist.get_rank() == 1].sum().backward()
 
-    with pytest.raises(
-        p101.MisuseError, match="'all_reduce, number 1' and 'all_reduce, number 2'\n"
-    ) as raised:
+    differs = "'all_reduce, number 1' and 'all_reduce, number 2'\n"
+    with pytest.raises(p101.MisuseError, match=differs) as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 1 and str(raised.value).count("backward()") == 2
 
@@ -404,17 +377,14 @@ def test_threads_may_each_have_a_group_of_their_own():
     def program():
         groups, found = [dist.new_group([0, 1]) for _ in range(2)], []
 
-        def other():
-            found.extend(
-                p101.all_reduce(torch.ones(i + 1), group=groups[1]).sum().item() for i in range(20)
-            )
+        def reduce_20(group, op, sizes):
+            for size in sizes:
+                found.append(p101.all_reduce(torch.ones(size), op, group=group).sum().item())
 
-        thread = threading.Thread(target=other)
-        thread.start()
-        found.extend(
-            p101.all_reduce(torch.ones(3), "max", group=groups[0]).sum().item() for _ in range(20)
-        )
-        thread.join()
+        other = threading.Thread(target=reduce_20, args=(groups[1], "sum", range(1, 21)))
+        other.start()
+        reduce_20(groups[0], "max", [3] * 20)
+        other.join()
         return sum(found)
 
     assert p101.launch(program, world_size=2, trace=True).results == [480.0, 480.0]
@@ -433,9 +403,8 @@ def test_a_backward_that_sends_nothing_may_come_in_any_order(backend):
             y.sum().backward()
         return x.grad.tolist()
 
-    assert (
-        p101.launch(program, world_size=2, backend=backend, trace=True).results == [[6.0, 3.0]] * 2
-    )
+    run = p101.launch(program, world_size=2, backend=backend, trace=True)
+    assert run.results == [[6.0, 3.0]] * 2
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
@@ -456,6 +425,5 @@ def test_receives_from_anyone_and_from_one_may_take_turns(backend, world_size):
 
     run = p101.launch(program, world_size=world_size, backend=backend, trace="payload")
     assert run.results[0] == [1.0] * 8 + [2.0] * 2
-    assert all(
-        m.send.payload == m.recv.payload and m.send.seq == m.recv.seq for m in run.trace.messages()
-    )
+    for m in run.trace.messages():
+        assert m.send.payload == m.recv.payload and m.send.seq == m.recv.seq

@@ -27,15 +27,12 @@ def test_lines_carry_their_rank(backend, capsys):
 
     p101.launch(program, world_size=3, backend=backend)
     out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == sorted(
-        f"[rank {r}] {text}" for r in range(3) for text in ("one", "two", "no end")
-    )
     assert sorted(err.splitlines()) == [f"[rank {r}] to stderr" for r in range(3)]
-    for rank in range(3):
-        mine = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
-        assert [line.partition("] ")[2] for line in mine] == ["one", "two", "no end"], (
-            "in the order they were printed"
-        )
+    lines = [line.partition("] ") for line in out.splitlines()]
+    for rank in range(3):  # in the order they were printed
+        mine = [text for who, _, text in lines if who == f"[rank {rank}"]
+        assert mine == ["one", "two", "no end"]
+    assert len(lines) == 9
 
 
 def test_output_of_c_code_and_subprocesses(capsys):
@@ -44,38 +41,30 @@ def test_output_of_c_code_and_subprocesses(capsys):
         os.system("echo from a shell")
 
     p101.launch(program, world_size=2)
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(
-        f"[rank {r}] from {who}" for r in range(2) for who in ("C", "a shell")
-    )
+    expected = [f"[rank {r}] from {who}" for r in range(2) for who in ("C", "a shell")]
+    assert sorted(capsys.readouterr().out.splitlines()) == expected
 
 
-def test_lines_appear_while_ranks_still_run(monkeypatch):
+def test_lines_appear_while_ranks_still_run(monkeypatch, tmp_path):
     """Rank 0 prints a line, and waits for a file that is made when the line appears.
 
     It would wait for ever for a line shown at the end.
     """
-    import tempfile
-    from pathlib import Path
+    seen = tmp_path / "seen"
 
-    with tempfile.TemporaryDirectory() as folder:
-        seen = Path(folder) / "seen"
+    class Stream(io.StringIO):
+        def write(self, text):
+            if "[rank 0] are you there?" in text:
+                seen.touch()
 
-        class Stream:
-            def write(self, text):
-                if "[rank 0] are you there?" in text:
-                    seen.touch()
+    def program():
+        print("are you there?")
+        while not seen.exists():
+            pass
+        return True
 
-            def flush(self):
-                pass
-
-        def program():
-            print("are you there?")
-            while not seen.exists():
-                pass
-            return True
-
-        monkeypatch.setattr(sys, "stdout", Stream())
-        assert p101.launch(program, world_size=2, timeout=20).results == [True, True]
+    monkeypatch.setattr(sys, "stdout", Stream())
+    assert p101.launch(program, world_size=2, timeout=20).results == [True, True]
 
 
 def test_a_progress_bar_is_redrawn_as_it_moves(capsys):
@@ -99,8 +88,7 @@ def test_output_that_is_long_or_no_utf8(capsys):
 
     assert p101.launch(program, world_size=2).results == [0, 1]
     out = capsys.readouterr().out
-    assert out.count("x" * 300_000) == 2
-    assert out.count(" bytes") == 2
+    assert out.count("x" * 300_000) == out.count(" bytes") == 2
 
 
 def test_characters_cut_in_half_and_line_ends_of_windows(capsys):
@@ -125,10 +113,8 @@ def test_progress_bars_of_several_ranks_overwrite_each_other(capsys):
     second.feed(b"\rbar")
     first.feed(b"\r")
     second.feed(b"\ntext\n")
-    err = capsys.readouterr().err
-    assert (
-        err == "\r[0] long bar" + "\r[1] bar     " + "\r[0] long bar" + "\r[1] bar     \n[1] text\n"
-    )
+    bars = "\r[0] long bar" + "\r[1] bar     "
+    assert capsys.readouterr().err == f"{bars}{bars}\n[1] text\n"
 
 
 def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, capsys):
@@ -153,16 +139,14 @@ def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, ca
     live = capsys.readouterr().out.splitlines()
     assert len(live) == 400 and shown[0].startswith("<pre>[0] &lt;200&gt;")
     screen.close()
-    assert shown[-1].startswith(
-        "<details><summary>80 more lines</summary><pre>[0] &lt;200&gt;\n[1] &lt;200&gt;\n"
-    )
+    folded = "<details><summary>80 more lines</summary><pre>[0] &lt;200&gt;\n[1] &lt;200&gt;\n"
+    assert shown[-1].startswith(folded)
     assert shown[-1].endswith("[1] &lt;249&gt;</pre>") and shown[-1].count("&lt;") == 100
     for _ in range(2):
         ranks[0].feed(b"x\n" * 1000)
     screen.close()
-    assert "<summary>2,080 more lines (the first" in shown[-1], (
-        "more than LongOutput.KEPT characters are not kept"
-    )
+    # more than LongOutput.KEPT characters are not kept
+    assert "<summary>2,080 more lines (the first" in shown[-1]
 
 
 def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_arrive_together(
@@ -170,11 +154,8 @@ def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_a
 ):
     printed = []
     monkeypatch.setattr(output, "writes_to_a_cell", lambda: True)
-    monkeypatch.setattr(
-        output.LongOutput,
-        "show",
-        lambda self, folded=True: printed.append(capsys.readouterr().out.count("\n")),
-    )
+    show = lambda self, folded=True: printed.append(capsys.readouterr().out.count("\n"))  # noqa: E731
+    monkeypatch.setattr(output.LongOutput, "show", show)
     RankOutput("[0] ", "stdout").feed(b"x\n" * 1000)
     assert printed == [output.LongOutput.AFTER]
 
@@ -207,10 +188,8 @@ def test_a_misuse_that_aborts_a_rank_is_explained_without_gloos_messages(capsys)
     for trace, error in ((True, p101.MisuseError), (False, p101.RankFailed)):
         with pytest.raises(error):
             p101.launch(program, world_size=2, trace=trace)
-        assert sorted(capsys.readouterr().err.splitlines()) == [
-            "[rank 0] about to",
-            "[rank 1] about to",
-        ]
+        told = sorted(capsys.readouterr().err.splitlines())
+        assert told == ["[rank 0] about to", "[rank 1] about to"]
 
 
 class _Gone(io.StringIO):

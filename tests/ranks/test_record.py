@@ -4,8 +4,6 @@ lines and, if asked for, values.
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import isend as aliased_isend
 
 import parallel101 as p101
+from tests.ranks.failing import line_of
 
 
 def ring():
@@ -37,12 +36,8 @@ def test_every_message_is_recorded_with_both_ends(backend, world_size):
     trace = p101.launch(lambda: ring(), world_size=world_size, backend=backend, trace=True).trace
     assert trace.bytes_sent == trace.bytes_received == [3 * 5 * 4] * world_size
     assert trace.messages_sent == [3] * world_size
-    lines, first = inspect.getsourcelines(ring)
     calls = ["batch_isend_irecv("] * 2 if backend == "nccl" else ["aliased_isend(", "dist.recv"]
-    at_send, at_recv = (
-        f"{__file__}:{first + next(i for i, text in enumerate(lines) if call in text)}"
-        for call in calls
-    )
+    at_send, at_recv = (line_of(ring, call) for call in calls)
     for message in trace.messages():
         assert message.dst == (message.src + 1) % world_size
         assert (message.send.where, message.recv.where) == (at_send, at_recv)
@@ -74,8 +69,9 @@ def test_collectives_of_torch_are_one_event_a_rank_with_their_payload():
         dist.all_gather_into_tensor(torch.empty(6 * n), x)
         dist.reduce_scatter_tensor(torch.empty(2), x)
         dist.all_to_all_single(torch.empty(6), x)
-        dist.gather(x, [torch.empty(6) for _ in range(n)] if dist.get_rank() == 0 else None, 0)
-        dist.scatter(x, [torch.empty(6) for _ in range(n)] if dist.get_rank() == 0 else None, 0)
+        parts = [torch.empty(6) for _ in range(n)] if dist.get_rank() == 0 else None
+        dist.gather(x, parts, 0)
+        dist.scatter(x, parts, 0)
         dist.barrier()
 
     trace = p101.launch(program, world_size=3, trace=True).trace
@@ -116,16 +112,13 @@ def test_values_of_small_messages_are_recorded_on_request():
     def program():
         rank = dist.get_rank()
         for count in (3, 10_000):
-            if rank == 0:
-                dist.send(torch.arange(count), 1)
-            else:
-                dist.recv(torch.empty(count, dtype=torch.int64), 0)
+            x = torch.arange(count)
+            dist.recv(x, 0) if rank else dist.send(x, 1)
 
     messages = p101.launch(program, world_size=2, trace="payload").trace.messages()
     assert [m.payload for m in messages] == [[0, 1, 2], None]
-    assert all(
-        m.payload is None for m in p101.launch(program, world_size=2, trace=True).trace.messages()
-    )
+    messages = p101.launch(program, world_size=2, trace=True).trace.messages()
+    assert all(m.payload is None for m in messages)
 
 
 def test_subgroups_are_named_with_their_ranks():
@@ -163,22 +156,15 @@ def unwaited(what: str) -> None:
 
 def test_a_collective_that_nobody_waits_for_is_recorded(backend):
     trace = p101.launch(unwaited, "collective", world_size=2, backend=backend, trace=True).trace
-    assert sorted((e.kind, e.rank) for e in trace.events) == [
-        ("all_reduce", 0),
-        ("all_reduce", 1),
-        ("barrier", 0),
-        ("barrier", 1),
-    ]
-    assert not trace.unfinished
+    kinds = [e.kind for e in trace.events]
+    assert sorted(kinds) == ["all_reduce"] * 2 + ["barrier"] * 2 and not trace.unfinished
 
 
 def test_a_message_that_nobody_waits_for_is_unfinished():
     with pytest.raises(p101.MisuseError, match="rank 1 does not wait for a receive") as raised:
         p101.launch(unwaited, "message", world_size=2, trace=True)
-    assert sorted((e.kind, e.rank) for e in raised.value.trace.unfinished) == [
-        ("recv", 1),
-        ("send", 0),
-    ]
+    unfinished = [(e.kind, e.rank) for e in raised.value.trace.unfinished]
+    assert sorted(unfinished) == [("recv", 1), ("send", 0)]
 
 
 def test_a_send_that_nobody_waits_for_has_ended_if_its_receive_has():
@@ -203,16 +189,12 @@ def test_the_recorded_values_of_a_collective_are_its_inputs(backend):
 
 def test_a_deprecated_call_is_placed_in_the_program():
     def program():
-        with (
-            warnings.catch_warnings(action="ignore")
-            if sys.version_info >= (3, 11)
-            else warnings.catch_warnings()
-        ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4))
 
-    lines, first = inspect.getsourcelines(program)
     events = p101.launch(program, world_size=2, trace=True).trace.events
-    assert {e.where for e in events} == {f"{__file__}:{first + len(lines) - 1}"}
+    assert {e.where for e in events} == {line_of(program, "reduce_scatter_tensor")}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
@@ -228,12 +210,8 @@ def test_a_run_that_timed_out_has_its_record(backend):
     with pytest.raises(p101.LaunchTimeout) as raised:
         p101.launch(program, world_size=2, backend=backend, trace=True, timeout=1)
     trace = raised.value.trace
-    assert sorted((e.rank, e.kind) for e in trace.events) == [
-        (0, "barrier"),
-        (0, "span"),
-        (1, "barrier"),
-        (1, "span"),
-    ]
+    ended = [(rank, kind) for rank in (0, 1) for kind in ("barrier", "span")]
+    assert sorted((e.rank, e.kind) for e in trace.events) == ended
     assert [(e.rank, e.kind, e.peer) for e in trace.unfinished] == [(1, "send", 0)]
 
 
@@ -244,10 +222,6 @@ def test_a_monitored_barrier_has_an_end():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_an_all_to_all_has_the_shape_of_its_input(backend):
-    trace = p101.launch(
-        lambda: dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3)),
-        world_size=2,
-        backend=backend,
-        trace=True,
-    ).trace
+    program = lambda: dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3))  # noqa: E731
+    trace = p101.launch(program, world_size=2, backend=backend, trace=True).trace
     assert [e.shape for e in trace.events] == [(2, 3)] * 2

@@ -106,10 +106,8 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
         }
         assert (batches, neighbour, total) == ([[0.0, 2.0], [4.0, 6.0]], "next to the script", 2.0)
         assert f"[rank {rank}] bye from {rank}" in out
-    assert (
-        "[rank 0] parallel101: the program asks for backend 'nccl', and this run uses 'gloo' "
-        "instead"
-    ) in err
+    asked = "the program asks for backend 'nccl', and this run uses 'gloo' instead"
+    assert f"[rank 0] parallel101: {asked}" in err
     assert "[rank 1] parallel101" not in err
     waiting = next(line for line in out.splitlines() if line.split()[:1] == ["0"])
     assert "ms for rank 1" in waiting
@@ -120,8 +118,7 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
 def test_what_goes_wrong_is_reported_as_launch_reports_it(script, capsys):
     wrong = {
         "deadlock": [
-            "deadlock: no rank can go on",
-            "rank 0 waits in recv from rank 1, at",
+            *("deadlock: no rank can go on", "rank 0 waits in recv from rank 1, at"),
             "dist.recv(torch.ones(1), 1 - rank)",
         ],
         "crash": [
@@ -141,9 +138,7 @@ def test_what_goes_wrong_is_reported_as_launch_reports_it(script, capsys):
         assert "parallel101/" not in err, "a traceback shows the script's frames only"
 
 
-def test_with_keep_waiting_a_deadlock_is_printed_and_the_script_handles_its_own_limit(
-    script, capsys
-):
+def test_with_keep_waiting_a_deadlock_is_printed_and_the_script_goes_on(script, capsys):
     command = ["run", "--keep-waiting", "--world-size", "2", script, "--case", "handled"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
@@ -154,18 +149,13 @@ def test_with_keep_waiting_a_deadlock_is_printed_and_the_script_handles_its_own_
 
 def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
     Path("broken.py").write_text("x = (")
+    sim = ("--backend", "sim", "--record", "kept", script)
     refused = {
         ("nothing.py",): "can't run nothing.py",
         ("-m", "no_such_module"): "there is no module 'no_such_module'",
         ("--network", "fast", script): "neither a topology in front nor name=value",
         ("--network", "ring", script): "network works with backend='sim' only",
-        (
-            "--backend",
-            "sim",
-            "--record",
-            "kept",
-            script,
-        ): "--record can't be used with --backend sim",
+        sim: "--record can't be used with --backend sim",
         ("--last-events", "0", script): "0 is not a whole number, 1 or more",
         ("--steps", "9:3", script): "expected FIRST:LAST, such as 100:120",
         ("--world-size", "0", script): "there must be at least 1 rank",

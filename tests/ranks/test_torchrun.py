@@ -126,11 +126,7 @@ def test_by_torchrun_where_errors_can_be_caught_and_a_deadlock_ends_the_job(scri
     assert done.returncode and done.stdout.splitlines() == [SAID, SAID], done.stderr
     assert FAILURES["deadlock"] in done.stderr
     assert "unpickled" not in done.stderr, "nothing that another rank sent may be unpickled"
-    caught = [
-        line.removeprefix("caught ")
-        for line in done.stderr.splitlines()
-        if line.startswith("caught ")
-    ]
+    caught = [line for line in done.stderr.splitlines() if line.startswith("caught ")]
     for message, ranks in [
         ("ValueError: world_size is 3, but this job has 2 ranks", 2),
         ("RankFailed: rank 1 raised ZeroDivisionError", 2),
@@ -139,13 +135,8 @@ def test_by_torchrun_where_errors_can_be_caught_and_a_deadlock_ends_the_job(scri
         ("MisuseError: rank 0 changed a tensor", 1),
         ("RankFailed: rank 1 returned a generator that can't be pickled", 1),
     ]:
-        assert (
-            sum(
-                message.split(": ", 1)[0] in line and message.split(": ", 1)[1] in line
-                for line in caught
-            )
-            >= ranks
-        ), (message, caught)
+        kind, text = message.split(": ", 1)
+        assert sum(kind in line and text in line for line in caught) >= ranks, (message, caught)
 
 
 # What torchrun does, for several jobs at a time: it holds the store of each job, and starts the
@@ -161,13 +152,11 @@ JOBS = """
             pid = os.fork()
             if pid == 0:
                 os.environ.update(
+                    dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+                    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"),
                     MASTER_ADDR="localhost",
                     MASTER_PORT=os.read(port, 5).decode(),
                     TORCHELASTIC_USE_AGENT_STORE="True",
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE="2",
-                    LOCAL_WORLD_SIZE="2",
                 )
                 os.dup2(os.open(f"{folder}/{job}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
                 sys.argv = [script, "2", job]
@@ -208,12 +197,8 @@ SUCCEED = {("absent", 0), ("left", 1)}
 def test_failures_that_block_a_rank_end_it_with_their_reason(script, tmp_path):
     done = _run("-c", textwrap.dedent(JOBS), script, str(tmp_path), *FAILURES)
     ends = sorted(line for line in done.stdout.splitlines() if ", rank " in line)
-    assert ends == sorted(
-        f"{how}, rank {rank} failed"
-        for how in FAILURES
-        for rank in range(2)
-        if (how, rank) not in SUCCEED
-    ), done.stderr
+    failed = {(how, rank) for how in FAILURES for rank in range(2)} - SUCCEED
+    assert ends == sorted(f"{how}, rank {rank} failed" for how, rank in failed), done.stderr
     for how, message in FAILURES.items():
         text = (tmp_path / how).read_text()
         assert message in text or re.search(message, text), text

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,6 @@ from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.rank_files import RankFiles
 from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
 from parallel101.laboratory.record.wait_for import RankStatus
-
-if TYPE_CHECKING:
-    from parallel101.laboratory.record.recorded_group import RecordedGroup
 
 SHORTEST_WAIT = 50e-6  # seconds
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
@@ -367,7 +364,7 @@ class WatchedWork(dist.Work):
     event when the call ends.
 
     Args:
-        group: in which the call is made.
+        group: the RecordedGroup in which the call is made.
         limit: seconds after which torch ends it with an error; None: torch's default.
         limit_in_call: whether the limit was given to this call alone.
     """
@@ -382,7 +379,7 @@ class WatchedWork(dist.Work):
 
     def __init__(
         self,
-        group: RecordedGroup,
+        group: Any,
         call: Call,
         limit: float | None = None,
         limit_in_call: bool = False,
