@@ -1,5 +1,5 @@
-"""Programs of torch alone, as others write them: DDP, FSDP2, DTensor, torch.distributed.pipelining
-and Muon, on two ranks in float64.
+"""Programs of torch alone, as others write them: DDP, FSDP2, DTensor and
+torch.distributed.pipelining, on two ranks in float64. (DDP's hooks: test_signatures.py.)
 
 Each returns what the rank ends with. This module imports nothing of parallel101, so that plain
 ranks, which this file starts when it is run as a script, know nothing of it:
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline, schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -87,43 +87,19 @@ def ddp_accumulates() -> list[Tensor]:
     return [p.grad for p in net.parameters()]
 
 
-def ddp_with_hook() -> list[Tensor]:
-    net = mlp()
-    model = DDP(net)
-
-    def mean(_, bucket):  # without annotations, which torch compares with types
-        return (
-            dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-            .get_future()
-            .then(lambda future: future.value()[0])
-        )
-
-    model.register_comm_hook(None, mean)
-    return trained(model, net, own)
-
-
 def ddp_sparse() -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1)).double()
-    return trained(
-        DDP(net), net, lambda step: torch.tensor([dist.get_rank(), step, 7 - step, step])
-    )
+    rows = lambda step: torch.tensor([dist.get_rank(), step, 7 - step, step])  # noqa: E731
+    return trained(DDP(net), net, rows)
 
 
 def channels_last() -> list[Tensor]:
     torch.manual_seed(0)
-    net = (
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
-        .double()
-        .to(memory_format=torch.channels_last)
-    )
-    found = trained(
-        DDP(net),
-        net,
-        lambda step: randn(10 * step + dist.get_rank(), 2, 2, 6, 6).to(
-            memory_format=torch.channels_last
-        ),
-    )
+    last = {"memory_format": torch.channels_last}
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3)).double().to(**last)
+    batch = lambda step: randn(10 * step + dist.get_rank(), 2, 2, 6, 6).to(**last)  # noqa: E731
+    found = trained(DDP(net), net, batch)
     for p in net.parameters():
         dist.all_reduce(p.grad)
         dist.broadcast(p.data, 1)
@@ -197,14 +173,11 @@ def dtensor() -> list[Tensor]:
 
 def pipelined(kind: type) -> list[Tensor]:
     rank, microbatches, name = dist.get_rank(), 4, kind.__name__
-    if issubclass(kind, schedules.PipelineScheduleMulti):
-        mine = (
-            (rank, 3 - rank)
-            if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-            else (rank, rank + RANKS)
-        )
-    else:
-        mine = (rank,)
+    mine: tuple[int, ...] = (rank,)
+    if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        mine = rank, 3 - rank
+    elif issubclass(kind, schedules.PipelineScheduleMulti):
+        mine = rank, rank + RANKS
     count = len(mine) * RANKS
     torch.manual_seed(0)
     net = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(count))
@@ -220,59 +193,6 @@ def pipelined(kind: type) -> list[Tensor]:
     return losses + [p.grad for p in net.parameters() if p.grad is not None]
 
 
-def traced_pipeline() -> list[Tensor]:
-    """torch's own pipeline() cuts the model.
-
-    A number goes from stage to stage, which is sent as () and received as (1,).
-    """
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.scale = (
-                nn.Linear(4, 4),
-                nn.Linear(4, 4),
-                nn.Parameter(torch.tensor(2.0)),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x).tanh()
-            factor = self.scale * hidden.mean()
-            return self.second(hidden) * factor
-
-    torch.manual_seed(0)
-    cut = pipeline(
-        Scaled().double(), mb_args=(randn(0, 2, 4),), split_spec={"second": SplitPoint.BEGINNING}
-    )
-    stage = cut.build_stage(dist.get_rank(), torch.device("cpu"))
-    schedule = schedules.ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
-    schedule.step(randn(1, 8, 4)) if dist.get_rank() == 0 else schedule.step(target=randn(2, 8, 4))
-    return [p.grad for p in stage.submod.parameters()]
-
-
-# ── Muon
-
-
-def muon() -> list[Tensor]:
-    """Each rank orthogonalises every second matrix, and the ranks exchange what they have
-    updated, as modded-nanoGPT's Muon does.
-    """
-    rank, net = dist.get_rank(), mlp()
-    matrices = [p for p in net.parameters() if p.dim() == 2]
-    optimizer = torch.optim.Muon(matrices[rank::RANKS], lr=0.1)
-    for step in range(2):
-        net(own(step)).square().mean().backward()
-        works = [dist.all_reduce(p.grad, async_op=True) for p in net.parameters()]
-        for work in works:
-            work.wait()
-        optimizer.step()
-        works = [dist.broadcast(p.data, i % RANKS, async_op=True) for i, p in enumerate(matrices)]
-        for work in works:
-            work.wait()
-        net.zero_grad()
-    return [p.detach() for p in net.parameters()]
-
-
 PROGRAMS = {
     "DDP": ddp,
     "DDP, static graph": lambda: ddp(static_graph=True),
@@ -280,7 +200,6 @@ PROGRAMS = {
         find_unused_parameters=True, gradient_as_bucket_view=True
     ),
     "DDP, accumulation": ddp_accumulates,
-    "DDP, hook": ddp_with_hook,
     "DDP, sparse": ddp_sparse,
     "DDP, channels last": channels_last,
     "FSDP2": fsdp2,
@@ -304,8 +223,6 @@ PROGRAMS = {
             schedules.ScheduleDualPipeV,
         )
     },
-    "pipeline()": traced_pipeline,
-    "Muon": muon,
 }
 
 
