@@ -43,86 +43,88 @@ class Cost(NamedTuple):
         return self.steps * latency + self.path / bandwidth
 
 
+def alike(steps: int, nbytes: int) -> Cost:
+    """Return the cost of steps that each send `nbytes` bytes, all on the critical path."""
+    return Cost(steps, steps * nbytes, steps * nbytes)
+
+
+def one_by_one(p: int, n: int, b: int) -> Cost:
+    """Return the cost of a block to or from each other rank, in as many steps."""
+    return alike(p - 1, b)
+
+
+def by_doubling(p: int, n: int, b: int) -> Cost:
+    """Return the cost of 1, 2, 4, … blocks in ⌈lg p⌉ steps."""
+    return Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
+
+
+def pipelined_chain(p: int, n: int, b: int, segment_bytes: int | None = None) -> Cost:
+    """Return the cost of a chain: the last rank waits for p − 2 segments, then m arrive."""
+    segment = segment_size(p, n, segment_bytes)
+    return Cost(p - 2 + -(-n // segment), n, n + (p - 2) * min(n, segment))
+
+
+def twice(form: Callable[..., Any], p: int, n: int, b: int) -> Any:
+    found = form(p, n, b)
+    return found and tuple(2 * number for number in found)
+
+
+Form = Callable[..., tuple[int, int, int]]  # steps, bytes sent, bytes on the critical path
 # By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a
 # gather or all-gather, the input of one rank in an all-to-all, the input of the others. Sources:
 # Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms
-# with ⌈⌉, and those for a p that isn't a power of two, are counted from the code.
-FORMS: dict[str, dict[str, Callable[..., Cost]]] = {
+# with ⌈⌉ are counted from the code.
+RING_FORMS = dict.fromkeys(("direct", "ring", "bidirectional_ring"), one_by_one)
+FORMS: dict[str, dict[str, Form]] = {
     "broadcast": {
-        "flat": lambda p, n, b: Cost(p - 1, (p - 1) * n, (p - 1) * n),
-        "binomial": lambda p, n, b: Cost(lg_up(p), lg_up(p) * n, lg_up(p) * n),
-        "pipelined_chain": lambda p, n, b, segment_bytes=None: pipelined_chain(p, n, segment_bytes),
-        "scatter_all_gather": lambda p, n, b: Cost(
-            lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b
-        ),
+        "flat": lambda p, n, b: alike(p - 1, n),
+        "binomial": lambda p, n, b: alike(lg_up(p), n),
+        "pipelined_chain": pipelined_chain,
+        "scatter_all_gather": lambda p, n, b: (lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b),
     },
-    "scatter": {
-        "flat": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "binomial": lambda p, n, b: Cost(lg_up(p), (p - 1) * b, (p - 1) * b),
-    },
+    "scatter": {"flat": one_by_one, "binomial": by_doubling},
     "gather": {
-        "flat": lambda p, n, b: Cost(p - 1, b, (p - 1) * b),
-        "binomial": lambda p, n, b: Cost(lg_up(p), p // 2 * b, (p - 1) * b),
+        "flat": lambda p, n, b: (p - 1, b, (p - 1) * b),
+        "binomial": lambda p, n, b: (lg_up(p), p // 2 * b, (p - 1) * b),
     },
     "reduce": {
-        "flat": lambda p, n, b: Cost(p - 1, n, (p - 1) * n),
-        "binomial": lambda p, n, b: Cost(lg_up(p), n, lg_up(p) * n),
-        "pipelined_chain": lambda p, n, b, segment_bytes=None: pipelined_chain(p, n, segment_bytes),
-        "reduce_scatter_gather": lambda p, n, b: Cost(
-            p - 1 + lg_up(p), (p - 1 + p // 2) * b, 2 * (p - 1) * b
+        "flat": lambda p, n, b: (p - 1, n, (p - 1) * n),
+        "binomial": lambda p, n, b: (lg_up(p), n, lg_up(p) * n),
+        "pipelined_chain": pipelined_chain,
+        "reduce_scatter_gather": lambda p, n, b: (
+            *(p - 1 + lg_up(p), (p - 1 + p // 2) * b),
+            2 * (p - 1) * b,
         ),
     },
-    "all_gather": {
-        "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        # half of it on links that carry both directions
-        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "recursive_doubling": lambda p, n, b: (
-            Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
-            if power_of_two(p)
-            else Cost(lg_down(p) + 2, sent_by_rank_0(p) * b + n, b + sent_by_rank_0(p) * b + n)
-        ),
-        "bruck": lambda p, n, b: Cost(lg_up(p), (p - 1) * b, (p - 1) * b),
-    },
-    "reduce_scatter": {
-        "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "recursive_halving": lambda p, n, b: (
-            Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
-            if power_of_two(p)
-            else Cost(lg_down(p) + 2, n, n + sent_by_rank_0(p) * b + b)
-        ),
-    },
+    # half of a bidirectional ring's bytes are on links that carry both directions
+    "all_gather": {**RING_FORMS, "recursive_doubling": by_doubling, "bruck": by_doubling},
+    "reduce_scatter": {**RING_FORMS, "recursive_halving": by_doubling},
     "all_reduce": {
-        "reduce_broadcast": lambda p, n, b: Cost(2 * lg_up(p), lg_up(p) * n, 2 * lg_up(p) * n),
-        "direct": lambda p, n, b: Cost(2 * (p - 1), 2 * (p - 1) * b, 2 * (p - 1) * b),
-        "ring": lambda p, n, b: Cost(2 * (p - 1), 2 * (p - 1) * b, 2 * (p - 1) * b),
-        "bidirectional_ring": lambda p, n, b: Cost(2 * (p - 1), 2 * (p - 1) * b, 2 * (p - 1) * b),
-        "recursive_doubling": lambda p, n, b: (
-            Cost(lg_up(p), lg_up(p) * n, lg_up(p) * n)
-            if power_of_two(p)
-            else Cost(lg_down(p) + 2, (lg_down(p) + 1) * n, (lg_down(p) + 2) * n)
-        ),
-        "rabenseifner": lambda p, n, b: (
-            Cost(2 * lg_up(p), 2 * (p - 1) * b, 2 * (p - 1) * b)
-            if power_of_two(p)
-            else Cost(
-                2 * lg_down(p) + 2,
-                n - 2 * b + sent_by_rank_0(p) * b + n,
-                n + 2 * sent_by_rank_0(p) * b + n,
-            )
-        ),
+        "reduce_broadcast": lambda p, n, b: (2 * lg_up(p), lg_up(p) * n, 2 * lg_up(p) * n),
+        **dict.fromkeys(RING_FORMS, partial(twice, one_by_one)),
+        "recursive_doubling": lambda p, n, b: alike(lg_up(p), n),
+        "rabenseifner": partial(twice, by_doubling),
     },
     "all_to_all": {
-        "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "pairwise": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "bruck": lambda p, n, b: Cost(lg_up(p), ones(p) * b, ones(p) * b),
+        **dict.fromkeys(("direct", "pairwise"), one_by_one),
+        "bruck": lambda p, n, b: (lg_up(p), ones(p) * b, ones(p) * b),
     },
-    "barrier": {
-        "dissemination": lambda p, n, b: Cost(lg_up(p), lg_up(p), lg_up(p)),  # of one byte each
-    },
+    "barrier": {"dissemination": lambda p, n, b: alike(lg_up(p), 1)},
 }
+# where they differ if p isn't a power of two; s: the blocks that rank 0 sends
+FOLDED: dict[tuple[str, str], Callable[[int, int, int, int], tuple[int, int, int]]] = {
+    ("all_gather", "recursive_doubling"): lambda s, lg, n, b: (lg + 2, s * b + n, b + s * b + n),
+    ("reduce_scatter", "recursive_halving"): lambda s, lg, n, b: (lg + 2, n, n + s * b + b),
+    ("all_reduce", "recursive_doubling"): lambda s, lg, n, b: (lg + 2, (lg + 1) * n, (lg + 2) * n),
+    ("all_reduce", "rabenseifner"): lambda s, lg, n, b: (
+        *(2 * lg + 2, n - 2 * b + s * b + n),
+        n + 2 * s * b + n,
+    ),
+}
+
+
+def no_form(p: int, n: int, b: int) -> None:
+    """Say that there is no simple form."""
 
 
 # On rings: (steps, path) by operation and algorithm, where they differ from those on a switch.
@@ -135,13 +137,13 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] =
         ("gather", "flat"): lambda p, n, b: each(p // 2, b),
         ("all_gather", "direct"): lambda p, n, b: each(all_pairs(p), b),
         ("all_gather", "bidirectional_ring"): lambda p, n, b: each(p // 2, b),
-        ("all_gather", "recursive_doubling"): lambda p, n, b: None,
+        ("all_gather", "recursive_doubling"): no_form,
         ("all_gather", "bruck"): lambda p, n, b: bruck(p, b) if power_of_two(p) else None,
-        ("all_reduce", "recursive_doubling"): lambda p, n, b: None,
+        ("all_reduce", "recursive_doubling"): no_form,
         ("all_to_all", "direct"): lambda p, n, b: each(all_pairs(p), b),
         ("all_to_all", "pairwise"): lambda p, n, b: each(sum(load(d, p) for d in range(1, p)), b),
-        ("all_to_all", "bruck"): lambda p, n, b: None,
-        ("barrier", "dissemination"): lambda p, n, b: None,
+        ("all_to_all", "bruck"): no_form,
+        ("barrier", "dissemination"): no_form,
     },
     "one_way_ring": {  # to a rank d places to the left it is p − d to the right
         ("gather", "binomial"): lambda p, n, b: (p - 1, ones(p) * b),
@@ -155,7 +157,9 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] =
         ("all_gather", "bidirectional_ring"): lambda p, n, b: each(
             p // 2 + (p - 1) // 2 * (p - 1), b
         ),
-        ("all_gather", "recursive_doubling"): lambda p, n, b: one_way_doubling(p, b),
+        ("all_gather", "recursive_doubling"): lambda p, n, b: (
+            (p * lg_up(p) // 2, p * (p - 1) // 2 * b) if power_of_two(p) else None
+        ),
         ("all_gather", "bruck"): lambda p, n, b: one_way_bruck(p, b),
         ("all_reduce", "reduce_broadcast"): lambda p, n, b: each(p - 1 + lg_up(p), n),
         ("all_reduce", "recursive_doubling"): lambda p, n, b: (
@@ -167,13 +171,6 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] =
         ("barrier", "dissemination"): lambda p, n, b: each((1 << lg_up(p)) - 1, 1),
     },
 }
-
-
-def twice(form: Callable[..., tuple[int, int] | None], p: int, n: int, b: int) -> Any:
-    found = form(p, n, b)
-    return found and (2 * found[0], 2 * found[1])
-
-
 # a reduce-scatter is an all-gather backwards, and an all-reduce both
 for _forms in RINGS.values():
     for _gather, _scatter, _both in (
@@ -232,7 +229,10 @@ def closed_form(
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
     options = {"segment_bytes": segment_bytes} if algorithm == "pipelined_chain" else {}
-    cost = FORMS[operation][algorithm](p, nbytes, nbytes // p, **options)
+    cost = Cost(*FORMS[operation][algorithm](p, nbytes, nbytes // p, **options))
+    if (operation, algorithm) in FOLDED and not power_of_two(p):
+        fold = FOLDED[operation, algorithm]
+        cost = Cost(*fold(sent_by_rank_0(p), lg_down(p), nbytes, nbytes // p))
     if links == "switch" or (operation, algorithm) not in RINGS[links]:
         return cost
     form = RINGS[links][operation, algorithm](p, nbytes, nbytes // p, **options)
@@ -254,12 +254,13 @@ def ring_cost(operation: str, p: int, nbytes: float) -> Cost:
     """
     if p == 1:
         return Cost(0, 0, 0)
-    steps, block = p - 1, nbytes / p
+    path = (p - 1) * (nbytes / p)
     if operation in ("broadcast", "reduce"):
-        return Cost(steps, nbytes, nbytes)  # type: ignore[arg-type]
-    if operation in ("all_reduce", "barrier"):
-        return FORMS["all_reduce"]["ring"](p, nbytes, block if operation != "barrier" else 0)
-    return FORMS["all_gather"]["ring"](p, nbytes, block)
+        return Cost(p - 1, nbytes, nbytes)  # type: ignore[arg-type]
+    if operation == "barrier":
+        return Cost(2 * (p - 1), 0, 0)
+    passes = 2 if operation == "all_reduce" else 1
+    return Cost(passes * (p - 1), passes * path, passes * path)  # type: ignore[arg-type]
 
 
 def lg_up(p: int) -> int:
@@ -274,12 +275,6 @@ def lg_down(p: int) -> int:
 
 def power_of_two(p: int) -> bool:
     return p & (p - 1) == 0
-
-
-def pipelined_chain(p: int, n: int, segment_bytes: int | None = None) -> Cost:
-    """Return the cost of a chain: the last rank waits for p − 2 segments, then m arrive."""
-    segment = segment_size(p, n, segment_bytes)
-    return Cost(p - 2 + -(-n // segment), n, n + (p - 2) * min(n, segment))
 
 
 def sent_by_rank_0(p: int) -> int:
@@ -324,14 +319,6 @@ def bruck(p: int, n: int) -> tuple[int, int]:
     """
     widths = [1 << k for k in range(lg_up(p))]
     return sum(load(w, p) for w in widths), sum(w * load(w, p) for w in widths) * n
-
-
-def one_way_doubling(p: int, n: int) -> tuple[int, int] | None:
-    """Return the cost of doubling if messages go to the right only: p / 2 of them on every link.
-
-    Of each pair, one sends w places to the right and the other p − w.
-    """
-    return (p * lg_up(p) // 2, p * (p - 1) // 2 * n) if power_of_two(p) else None
 
 
 def one_way_bruck(p: int, n: int) -> tuple[int, int]:
