@@ -4,33 +4,24 @@ Nothing here runs or measures a program.
 
 closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a
                    run on the simulator
-mesh_forms.py      of the algorithms for a torus and for nodes
-attention_forms.py     bytes of ring attention and of Ulysses
-times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and GPUs
+mesh_forms.py      of the algorithms for a torus and for nodes; bytes of ring attention and Ulysses
+times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and
+                   GPUs, and of a local matrix product
 layer_activations.py   bytes of a transformer layer's activations, with tp and recomputation
 model_states.py    bytes of weights, gradients and optimizer state on each rank, with ZeRO
-products.py        seconds of a local matrix product, and when communication takes longer
 hardware.py        the public figures with which these compute
 
 A step of training, for the planner:
-model_shape.py, parallel_layout.py, cluster.py, software.py     what is trained, how, on what
+model_shape.py, parallel_layout.py, software.py     what is trained, and how; operations of a step
+cluster.py         the GPUs, and seconds of a collective along an axis of a layout
 kernels.py         seconds of one kernel; virtual GPUs compute with the same
-collective_seconds.py     seconds of a collective along an axis of a layout
 layer_kernels.py, layer_seconds.py     the kernels and messages of a layer, and their seconds
-buckets.py         the messages in which gradients travel along dp
 update_seconds.py  seconds from gradients to new weights: accumulation, dp, optimizer
 step_time.py       seconds of a step by part
 step_memory.py     peak bytes of a step on each rank along pp
-model_flops.py     operations of a step, for MFU and HFU
 """
 
 from parallel101.collectives.segments import best_segments
-from parallel101.cost.attention_forms import (
-    AttentionBytes,
-    AttentionShape,
-    ring_attention_bytes,
-    ulysses_bytes,
-)
 from parallel101.cost.closed_forms import Cost, closed_form
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS, Chip, KernelFigures, Level, Torus
@@ -39,20 +30,28 @@ from parallel101.cost.layer_activations import (
     kept_by_our_gpt,
     layer_activations,
 )
-from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
-from parallel101.cost.model_flops import hardware_flops, model_flops
-from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.mesh_forms import (
+    AttentionBytes,
+    AttentionShape,
+    TwoLevelCost,
+    ring_attention_bytes,
+    torus_form,
+    two_level_form,
+    ulysses_bytes,
+)
+from parallel101.cost.model_shape import ModelShape, hardware_flops, model_flops
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.products import ProductTime, matmul
 from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
 from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
+    ProductTime,
     Time,
     all_gather,
     all_reduce,
     all_to_all,
+    matmul,
     reduce_scatter,
 )
 
@@ -79,8 +78,6 @@ __all__ = [
     "Time",
     "Torus",
     "TwoLevelCost",
-]
-__all__ += [
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -96,5 +93,7 @@ __all__ += [
     "ring_attention_bytes",
     "step_memory",
     "step_time",
+    "torus_form",
+    "two_level_form",
+    "ulysses_bytes",
 ]
-__all__ += ["torus_form", "two_level_form", "ulysses_bytes"]

@@ -4,16 +4,35 @@
     node 1   GPU 8 … GPU 15 ─ NVLink switch      8 network cards ──┴── switches
 
 Ranks are numbered node by node. Source of all figures: hardware.py.
+
+A collective along one axis of a layout has the seconds below. GPUs are numbered with tp fastest, so
+that an axis is known by its size n and its stride: the ranks of tp 8 are neighbours, those of dp
+are tp · cp · ep apart.
+
+    inside a node   a ring over NVLink
+    across nodes    a ring that enters each node once; the ranks of the axis inside a node send with
+                    all of their network cards
+
+    direct          each rank sends a block to each other rank: those of other nodes by its own card
+
+                    reduce-scatter, all-gather    (n − 1)/n · bytes / bandwidth + (n − 1) steps
+                    all-reduce                    twice that
+                    all-to-all                    what leaves the node goes by the cards
+                    send and receive              bytes / bandwidth + a step
+
+Source of the forms: closed_forms.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
-from parallel101.cost.field_checks import check_whole
+from parallel101.cost.closed_forms import ring_cost
 from parallel101.cost.hardware import Chip, KernelFigures, Level, Torus, chip_of
+from parallel101.cost.kernels import memory_seconds
+from parallel101.cost.model_shape import check_whole
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,7 @@ class Cluster:
     def network_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `Network.two_level` for this cluster.
 
-        Latencies and bandwidths are those that the closed forms of collective_seconds.py use.
+        Latencies and bandwidths are those that the seconds of collectives below use.
         """
         figures = self.kernels
         return {
@@ -97,3 +116,81 @@ class Cluster:
             "inside_bandwidth": self.inside_bandwidth,
             "rails": self.nodes_of,
         }
+
+
+# ── seconds of a collective along an axis of a layout ──
+
+
+class AxisLinks(NamedTuple):
+    """The links that a ring along an axis uses."""
+
+    inside: int  # how many of its ranks are in a node
+    bandwidth: float  # bytes per second, of a rank
+    latency: float  # seconds of all steps once round
+
+
+def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
+    """Return the links of a ring of `ranks` ranks whose numbers are `stride` apart."""
+    inside = max(1, min(ranks, cluster.nodes_of // stride))
+    has = cluster.kernels
+    nodes = -(-ranks // inside)
+    if nodes == 1:
+        return AxisLinks(ranks, cluster.inside_bandwidth, (ranks - 1) * has.nvlink_step)
+    bandwidth = cluster.card_bandwidth * inside
+    if inside > 1:
+        bandwidth = min(bandwidth, cluster.inside_bandwidth)
+    steps = (nodes - 1) * has.network_step + (ranks - nodes) * has.nvlink_step
+    return AxisLinks(inside, bandwidth, steps)
+
+
+@lru_cache(maxsize=1 << 16)
+def all_gather_seconds(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
+) -> float:
+    """Return the seconds of an all-gather of `nbytes` in total; a reduce-scatter takes as long."""
+    if ranks == 1 or not nbytes:
+        return 0.0
+    links = axis_links(cluster, ranks, stride)
+    if algorithm == "ring" or links.inside in (1, ranks):
+        return ring_cost("all_gather", ranks, nbytes).path / links.bandwidth + links.latency
+    has, outside = cluster.kernels, ranks - links.inside
+    return max(  # the card and NVLink send at the same time
+        outside * (nbytes / ranks / cluster.card_bandwidth + has.network_step),
+        (links.inside - 1) * (nbytes / ranks / cluster.inside_bandwidth + has.nvlink_step),
+    )
+
+
+def all_reduce_seconds(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
+) -> float:
+    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=algorithm)
+
+
+def added_seconds(cluster: Cluster, nbytes: float, ranks: int) -> float:
+    """Return the seconds of the kernel that adds one other rank's block.
+
+    Our own reduce-scatter runs it for each block. NCCL's kernels add while they receive.
+    """
+    return memory_seconds(cluster.chip, 3 * nbytes / ranks) if ranks > 1 else 0.0
+
+
+def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Return the seconds of an all-to-all of `nbytes` on each rank, in equal parts."""
+    if ranks == 1 or not nbytes:
+        return 0.0
+    links, has = axis_links(cluster, ranks, stride), cluster.kernels
+    if links.inside == ranks:
+        path = ring_cost("all_to_all", ranks, nbytes).path
+        return path / cluster.inside_bandwidth + has.nvlink_step
+    out = nbytes * (ranks - links.inside) / ranks / cluster.card_bandwidth
+    return out + has.network_step
+
+
+def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1, *, ranks: int = 2) -> float:
+    """Return the seconds in which all `ranks` of an axis send the next one `nbytes` at once."""
+    if not nbytes:
+        return 0.0
+    if stride * ranks <= cluster.nodes_of:
+        return nbytes / cluster.inside_bandwidth + cluster.kernels.nvlink_step
+    return nbytes / cluster.card_bandwidth + cluster.kernels.network_step

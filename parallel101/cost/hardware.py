@@ -65,7 +65,7 @@ class Level:
 class KernelFigures:
     """The speed of a GPU's kernels, and the part of its links that collectives reach.
 
-    kernels.py and collective_seconds.py compute with these. They are the same for every model and
+    kernels.py and cluster.py compute with these. They are the same for every model and
     every table. Defaults are the A100's, for all GPUs.
 
     Attributes:

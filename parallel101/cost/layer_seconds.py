@@ -13,8 +13,8 @@ from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
-from parallel101.cost.cluster import Cluster
-from parallel101.cost.collective_seconds import (
+from parallel101.cost.cluster import (
+    Cluster,
     added_seconds,
     all_reduce_seconds,
     all_to_all_seconds,

@@ -6,15 +6,41 @@ Its parameters are counted in one place: the arrays of a rank, in the model's or
 layer's matrices, but not its norms, the biases of row layers, and the router; ep shares the
 experts, which tp doesn't cut. A key has no bias, as in models/gpt.py: softmax would ignore it. A
 tied embedding is on the first and, as a copy, on the last stage.
+
+A step has operations of the model, and of the hardware, which computes some of them again.
+
+    a token       6 · weights of the products + 12 · layers · time · width
+    of a GPT      72 B s L h² (1 + s/(6h) + V/(12 L h))              without recomputation
+                  96 B s L h² (1 + s/(6h) + V/(16 L h))              with full recomputation
+
+Attention counts over the whole square of (time, time), though half of it is masked, as in the
+papers. Norms, softmax and other elementwise operations don't count. MFU divides the model's
+operations by what the GPUs could have computed in the same time, HFU the hardware's. Sources:
+Chowdhery et al., PaLM (arXiv 2204.02311), appendix B; Narayanan et al. (arXiv 2104.04473), formula
+(3), which counts the recomputation; Korthikanti et al. (arXiv 2205.05198), section 6.3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from parallel101.cost.field_checks import check_known, check_whole
+
+def check_whole(of: object, *names: str) -> None:
+    """Raise ValueError unless these fields are whole numbers, 1 or more."""
+    for name in names:
+        if type(value := getattr(of, name)) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
+
+
+def check_known(of: object, known: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError unless each of these fields has one of its known values."""
+    for name, values in known.items():
+        if (value := getattr(of, name)) not in values:
+            raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, values))}")
+
 
 KNOWN: dict[str, tuple[Any, ...]] = {
     "norm": ("layer", "rms"),
@@ -224,3 +250,42 @@ def rank_parameters(
 @lru_cache(maxsize=1 << 14)
 def count_arrays(shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool) -> int:
     return len(stage_arrays(shape, tp, ep, layers, first, last, "none"))
+
+
+# ── operations ──
+
+
+@lru_cache(maxsize=1 << 10)
+def weights_in_use(shape: ModelShape) -> float:
+    """Return the number of weights in a layer's products that one token is multiplied by."""
+    h = shape.width
+    mlp = (3 if shape.gated else 2) * h * shape.inside
+    if shape.experts:
+        mlp = mlp * shape.top_k + h * shape.experts
+    return 2 * h * h + 2 * h * shape.kv_width + mlp
+
+
+@lru_cache(maxsize=1 << 10)
+def flops_per_token(shape: ModelShape) -> float:
+    """Return the operations of forward and backward for one token."""
+    weights = shape.layers * weights_in_use(shape) + shape.vocabulary * shape.width
+    return 6 * weights + 12 * shape.layers * shape.time * shape.width
+
+
+def model_flops(shape: ModelShape, batch: int) -> float:
+    """Return the operations of a step of `batch` samples, without recomputed ones."""
+    return batch * shape.time * flops_per_token(shape)
+
+
+@lru_cache(maxsize=1 << 10)
+def again_per_token(shape: ModelShape, recompute: str) -> float:
+    core = 4 * shape.time * shape.width
+    if recompute == "full":
+        return shape.layers * (2 * weights_in_use(shape) + core)
+    return shape.layers * core if recompute == "selective" else 0.0
+
+
+def hardware_flops(shape: ModelShape, batch: int, recompute: str) -> float:
+    """Return the operations of a step of `batch` samples, with recomputed ones."""
+    again = batch * shape.time * again_per_token(shape, recompute)
+    return model_flops(shape, batch) + again

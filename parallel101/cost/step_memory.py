@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel101.cost.buckets import BUCKET
 from parallel101.cost.layer_activations import CORE, gradient_itemsize, itemsize, layer_kept
 from parallel101.cost.model_shape import (
     ModelShape,
@@ -34,8 +33,8 @@ from parallel101.cost.model_shape import (
     size_of,
     table_parameters,
 )
-from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
-from parallel101.cost.stage_layers import stage_layers
+from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout, stage_layers
+from parallel101.cost.update_seconds import BUCKET
 
 # field of StageMemory → what it is, as reports, pictures and pages say it
 PARTS = {

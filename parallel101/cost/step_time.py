@@ -9,7 +9,7 @@
 The seconds are those of the slowest rank, and its parts add up to them. Sources: Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv
 2104.04473), section 2.2 (bubble) and the appendix (operations); kernels.py, layer_seconds.py and
-collective_seconds.py have the parts.
+cluster.py have the parts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel101.cost.cluster import Cluster
-from parallel101.cost.collective_seconds import (
+from parallel101.cost.cluster import (
+    Cluster,
     all_gather_seconds,
     all_reduce_seconds,
     send_seconds,
@@ -33,11 +33,9 @@ from parallel101.cost.layer_seconds import (
     head_seconds,
     layer_seconds,
 )
-from parallel101.cost.model_flops import hardware_flops, model_flops
-from parallel101.cost.model_shape import ModelShape, table_parameters
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.model_shape import ModelShape, hardware_flops, model_flops, table_parameters
+from parallel101.cost.parallel_layout import ParallelLayout, stage_layers
 from parallel101.cost.software import TRAINERS, Software
-from parallel101.cost.stage_layers import stage_layers
 from parallel101.cost.update_seconds import (
     GradientSeconds,
     ModelPart,

@@ -24,6 +24,15 @@ overlap; in "two_level" their times add up. The book counts all rails of a node 
 work only if all of its GPUs take part. Not here: switches that add (SHARP), and ragged all-to-alls.
 
 Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs).
+
+Communication can hide behind arithmetic. The seconds of a matrix product on one chip are:
+
+    A[m, k] · B[k, n] → C[m, n]     2mkn flops / (flop/s)
+                           against  (mk + kn + mn) elements / (HBM bandwidth)
+
+The larger of the two counts, because a chip computes while it loads.
+
+Source: Austin et al., "How to Scale Your Model" (2025), part 1, "Rooflines".
 """
 
 from __future__ import annotations
@@ -185,7 +194,12 @@ def _time(
     chip: str | Chip,
     wraparound: bool | None,
 ) -> Time:
-    chip, shape = chip_of(chip), _lengths(axes)
+    chip, shape = chip_of(chip), (axes,) if isinstance(axes, int) else tuple(axes)
+    if not shape or not all(type(n) is int and n >= 1 for n in shape):
+        raise ValueError(
+            f"axes={axes!r}: expected the length of a mesh axis, or a list of lengths, each an "
+            "int of 1 or more"
+        )
     if not nbytes >= 0:
         raise ValueError(f"nbytes={nbytes!r}: expected the bytes of the whole array, 0 or more")
     links, exchange = chip.links, operation == "all-to-all"
@@ -194,23 +208,19 @@ def _time(
     )
     if len(shape) > most:
         raise ValueError(f"axes={list(shape)}: {chip.name} has {most} {words}")
-    bounds = 0.0, 0.0
     if isinstance(links, Torus):
         moving = [n for n in shape if n > 1]
         rings = [n % links.ring_multiple == 0 if wraparound is None else wraparound for n in moving]
-        if moving:
-            bounds = _on_torus(exchange, nbytes, moving, rings, links)
+        bounds = _on_torus(exchange, nbytes, moving, rings, links) if moving else (0.0, 0.0)
     else:
-        sizes = list(reversed(shape))
-        check_levels(chip.name, sizes, links, wraparound)
-        bounds = _on_switches(exchange, nbytes, sizes, links)
-    passes = 2 if operation == "all-reduce" else 1
-    bandwidth, latency = (passes * bound for bound in bounds) if nbytes else (0.0, 0.0)
-    return Time(operation, nbytes, shape, chip.name, bandwidth, latency)
+        _check_levels(chip.name, shape, links, wraparound)
+        bounds = _on_switches(exchange, nbytes, list(reversed(shape)), links)
+    passes = (2 if operation == "all-reduce" else 1) if nbytes else 0
+    return Time(operation, nbytes, shape, chip.name, *(passes * bound for bound in bounds))
 
 
-def check_levels(
-    chip: str, sizes: Sequence[int], levels: Sequence[Level], wraparound: bool | None
+def _check_levels(
+    chip: str, shape: tuple[int, ...], levels: Sequence[Level], wraparound: bool | None
 ) -> None:
     """Raise ValueError if a level of switches joins fewer, or if an axis should be a ring."""
     if wraparound is not None:
@@ -218,21 +228,60 @@ def check_levels(
             f"wraparound={wraparound}: the links of {chip} go into switches, so no axis is a ring "
             "or a line"
         )
-    for n, level in zip(sizes, levels):
+    for n, level in zip(reversed(shape), levels):
         if n > level.size:
             more = "Above it no links are known"
             if level is not levels[-1]:
                 more = f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
             raise ValueError(
-                f"axes={sizes[::-1]}: a {level.name} of {chip} joins at most {level.size}. {more}"
+                f"axes={list(shape)}: a {level.name} of {chip} joins at most {level.size}. {more}"
             )
 
 
-def _lengths(axes: int | Sequence[int]) -> tuple[int, ...]:
-    lengths = (axes,) if isinstance(axes, int) else tuple(axes)
-    if not lengths or not all(type(n) is int and n >= 1 for n in lengths):
-        raise ValueError(
-            f"axes={axes!r}: expected the length of a mesh axis, or a list of lengths, each an "
-            "int of 1 or more"
+# ── a local product ──
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """The seconds of a local matrix product, and whether arithmetic or memory decides them."""
+
+    flops: int
+    nbytes: int  # read and written
+    flop_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.flop_seconds, self.memory_seconds)
+
+    @property
+    def bound(self) -> str:
+        return "flops" if self.flop_seconds >= self.memory_seconds else "memory"
+
+    def __repr__(self) -> str:
+        bounds = (
+            f"flops {decimal(self.flop_seconds, 's')}, memory {decimal(self.memory_seconds, 's')}"
         )
-    return lengths
+        return (
+            f"product of {decimal(self.flops, 'flop')}: {decimal(self.seconds, 's')}, "
+            f"{self.bound}-bound ({bounds})"
+        )
+
+
+def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) -> ProductTime:
+    """Return the time of an (m, k) times a (k, n) matrix on one chip, by default in bf16.
+
+    Raises ValueError for an unknown chip, and for sizes that aren't ints of 0 or more.
+
+    Example:
+        >>> p101.cost.matmul(4096, 4096, 4096, "H100")
+        product of 137 Gflop: 139 µs, flops-bound (flops 139 µs, memory 30 µs)
+    """
+    chip = chip_of(chip)
+    if not all(type(size) is int and size >= 0 for size in (m, k, n, element_bytes)):
+        raise ValueError(
+            f"matmul({m!r}, {k!r}, {n!r}), element_bytes={element_bytes!r}: expected ints, 0 "
+            "or more"
+        )
+    flops, nbytes = 2 * m * k * n, (m * k + k * n + m * n) * element_bytes
+    return ProductTime(flops, nbytes, flops / chip.flops, nbytes / chip.hbm_bandwidth)

@@ -5,28 +5,76 @@ All of them follow from the number of parameters on the rank.
     accumulation   each microbatch's gradients are added: bytes / memory bandwidth
     dp             all-reduce of the gradients; ZeRO: reduce-scatter, and all-gather of the weights
     optimizer      reads and writes gradients, weights and its state: bytes / memory bandwidth
+
+Gradients travel along dp in messages, each of which costs the latency of a collective:
+
+    ZeRO 0, 1, 2    buckets, filled from the last parameter on
+    ZeRO 3          one for each layer
+
+With sequence parallel, norms see a part of the positions on each rank along tp. Their gradients are
+summed along tp, too, so ZeRO sends them separately. Source: by_size in trainers/gradient_sync.py.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
-from parallel101.cost.buckets import buckets
-from parallel101.cost.cluster import Cluster
-from parallel101.cost.collective_seconds import all_gather_seconds
+from parallel101.cost.cluster import Cluster, all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
 from parallel101.cost.layer_activations import gradient_itemsize, itemsize
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import (
     Gradients,
     ModelShape,
+    Parts,
     count_arrays,
     expert_parameters,
     layer_parameters,
     rank_parameters,
+    size_of,
+    stage_arrays,
 )
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import Software
+
+BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
+
+
+@lru_cache(maxsize=1 << 12)
+def buckets(
+    shape: ModelShape,
+    tp: int,
+    ep: int,
+    layers: int,
+    first: bool,
+    last: bool,
+    *,
+    itemsize: int,
+    apart: bool,
+    at_least: int,
+    recompute: str = "none",
+) -> tuple[Gradients, ...]:
+    """Return the buckets in which a stage's gradients travel, in the order backward fills them.
+
+    Args:
+        itemsize: bytes of a weight. apart: whether some are sent separately.
+        at_least: the fewest buckets, if each is full.
+    """
+    arrays = stage_arrays(shape, tp, ep, layers, first, last, recompute)
+    most = min(BUCKET, ceil(itemsize * size_of(arrays) / at_least))
+    found: Parts = []
+    room = 0.0
+    for size, other, work in reversed(arrays):
+        nbytes, this = size * itemsize, other and apart
+        if nbytes > room or not found or this != found[-1].apart:
+            found.append(Gradients(size, this, work))
+            room = float(most)
+        else:
+            found[-1] = Gradients(found[-1].size + size, this, found[-1].work + work)
+        room -= nbytes
+    return tuple(found)
 
 
 class ModelPart(NamedTuple):

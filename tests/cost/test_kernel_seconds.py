@@ -3,7 +3,7 @@
 import pytest
 
 from parallel101.cost import CHIPS, Cluster
-from parallel101.cost.collective_seconds import (
+from parallel101.cost.cluster import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,

@@ -13,8 +13,7 @@ import parallel101 as p101
 from parallel101 import cli
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.stage_layers import entries_of_stages, stage_layers
+from parallel101.cost.parallel_layout import ParallelLayout, entries_of_stages, stage_layers
 from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.layout_rules import why_not

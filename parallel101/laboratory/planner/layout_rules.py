@@ -18,8 +18,7 @@ from typing import Any
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import KNOWN, ParallelLayout
-from parallel101.cost.stage_layers import stage_layers
+from parallel101.cost.parallel_layout import KNOWN, ParallelLayout, stage_layers
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 KEYS = tuple(field.name for field in fields(ParallelLayout))

@@ -39,8 +39,7 @@ from statistics import mean, median
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import chip_of
-from parallel101.cost.model_flops import hardware_flops
-from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.model_shape import ModelShape, hardware_flops
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import (
     LLAMA_3,

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel101 import models
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.stage_layers import entries_of_stages
+from parallel101.cost.parallel_layout import ParallelLayout, entries_of_stages
 from parallel101.trainers.hybrid import HybridTrainer
 
 # the axes of a mesh: GPUs are numbered with the last one fastest

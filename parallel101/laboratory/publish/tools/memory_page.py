@@ -17,12 +17,12 @@ from functools import cache
 
 from markupsafe import Markup
 
-from parallel101.cost.buckets import BUCKET
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
 from parallel101.cost.step_memory import MASTER, MOMENT, PARTS, step_memory
+from parallel101.cost.update_seconds import BUCKET
 from parallel101.laboratory.planner.known_models import KNOWN_MODELS
 from parallel101.laboratory.planner.layout_rules import CHOICES
 from parallel101.laboratory.publish.templates import file_text, render

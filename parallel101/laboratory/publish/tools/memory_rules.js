@@ -1,5 +1,5 @@
 /* Bytes on each rank while HybridTrainer trains a model, and which layouts it accepts: the formulas
-   of cost/step_memory.py, cost/layer_activations.py and cost/stage_layers.py and the rules of
+   of cost/step_memory.py, cost/layer_activations.py and cost/parallel_layout.py and the rules of
    planner/layout_rules.py, with their names. Tests compare them with Python on thousands of
    settings. GIVEN.constants comes from Python.
 
