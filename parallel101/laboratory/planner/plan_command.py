@@ -33,87 +33,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "positions (learned or rotary), tied,\nattention, experts, top_k, dropout and name. The "
         "config.json of a LLaMA on Hugging Face is read, too."
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="llama-3-8b, llama-3-70b, llama-3-405b, gpt3-175b, FILE.json, or h,L,a,V,s (width, "
-        "layers, heads, vocabulary, time)",
-    )
-    parser.add_argument("--gpus", required=True, type=int, metavar="N", help="how many GPUs")
-    parser.add_argument(
-        "--device", default="H100", metavar="NAME", help="A100, H100, H200 or B200 (default: H100)"
-    )
-    parser.add_argument(
-        "--batch-tokens",
-        type=amount,
-        metavar="N",
-        help="tokens of a step, e.g. 4194304 or 4Mi (default: the model's own, or 4Mi)",
-    )
-    parser.add_argument(
-        "--time", type=amount, metavar="N", help="tokens of a sample (default: the model's own)"
-    )
-    parser.add_argument(
-        "--memory",
-        type=memory,
-        metavar="SIZE",
-        help="of a GPU, e.g. 72GB (default: the device's)",
-    )
-    parser.add_argument(
-        "--nodes-of", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)"
-    )
-    parser.add_argument(
-        "--attention",
-        choices=("fused", "unfused"),
-        default="fused",
-        help="unfused keeps matrices of (time, time) (default: fused)",
-    )
-    parser.add_argument(
-        "--ring",
-        choices=("fused", "own"),
-        default="fused",
-        help="attention along cp: fused kernels, or HybridTrainer's own, plain products in 32 bits "
-        "(default: fused)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("bf16-mixed", "bf16", "fp16-mixed", "fp32"),
-        default="bf16-mixed",
-        help="as HybridTrainer's (default: bf16-mixed)",
-    )
-    parser.add_argument(
-        "--layout",
-        type=parse_layout,
-        default={},
-        metavar="KEY=VALUE,…",
-        help="what is fixed and not searched, e.g. tp=8,pp=4,microbatch=2,recompute=full: any of "
-        "dp, tp, pp, cp, ep, microbatch, microbatches, chunks, schedule, zero_stage, recompute, "
-        "sequence_parallel, gradient_dtype, overlap, context",
-    )
-    parser.add_argument(
-        "--top",
-        type=amount,
-        default=10,
-        metavar="N",
-        help="how many layouts are shown, the fastest of each mesh (default: 10)",
-    )
-    parser.add_argument(
-        "--all", dest="every", action="store_true", help="show several layouts of one mesh, too"
-    )
-    parser.add_argument(
-        "--simulate",
-        type=count,
-        default=3,
-        metavar="N",
-        help="how many of them are then run on virtual GPUs (default: 3)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="write a picture: .svg, .html, or with Chromium .png",
-    )
+
+    def add(name: str, metavar: str | None, words: str, **options: Any) -> None:
+        default = options.get("default")
+        words += f" (default: {default})" if default else ""
+        parser.add_argument(f"--{name}", metavar=metavar, help=words, **options)
+
+    known = "llama-3-8b, llama-3-70b, llama-3-405b, gpt3-175b, FILE.json, or h,L,a,V,s"
+    add("model", "MODEL", f"{known} (width, layers, heads, vocabulary, time)", required=True)
+    add("gpus", "N", "how many GPUs", required=True, type=int)
+    add("device", "NAME", "A100, H100, H200 or B200", default="H100")
+    words = "tokens of a step, e.g. 4194304 or 4Mi (default: the model's own, or 4Mi)"
+    add("batch-tokens", "N", words, type=amount)
+    add("time", "N", "tokens of a sample (default: the model's own)", type=amount)
+    add("memory", "SIZE", "of a GPU, e.g. 72GB (default: the device's)", type=memory)
+    add("nodes-of", "N", "GPUs of a node", type=int, default=8)
+    words = "unfused keeps matrices of (time, time)"
+    add("attention", None, words, choices=("fused", "unfused"), default="fused")
+    words = "attention along cp: fused kernels, or HybridTrainer's own, plain products in 32 bits"
+    add("ring", None, words, choices=("fused", "own"), default="fused")
+    kinds = ("bf16-mixed", "bf16", "fp16-mixed", "fp32")
+    add("precision", None, "as HybridTrainer's", choices=kinds, default="bf16-mixed")
+    words = "what is fixed and not searched, e.g. tp=8,pp=4,microbatch=2,recompute=full: any of "
+    words += "dp, tp, pp, cp, ep, microbatch, microbatches, chunks, schedule, zero_stage, "
+    words += "recompute, sequence_parallel, gradient_dtype, overlap, context"
+    add("layout", "KEY=VALUE,…", words, type=parse_layout, default={})
+    words = "how many layouts are shown, the fastest of each mesh"
+    add("top", "N", words, type=amount, default=10)
+    words = "show several layouts of one mesh, too"
+    parser.add_argument("--all", dest="every", action="store_true", help=words)
+    words = "how many of them are then run on virtual GPUs"
+    add("simulate", "N", words, type=count, default=3)
+    add("json", "FILE", "write everything to this file", type=Path)
+    add("picture", "FILE", "write a picture: .svg, .html, or with Chromium .png", type=Path)
 
 
 def main(args: argparse.Namespace) -> int:

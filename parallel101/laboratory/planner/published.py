@@ -33,7 +33,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -53,6 +53,7 @@ from parallel101.cost.software import (
     Software,
 )
 from parallel101.cost.step_time import StepTime, step_time
+from parallel101.laboratory.planner.known_models import LLAMA
 from parallel101.laboratory.planner.search import layout_text
 
 # our name of a column → how tables call it
@@ -80,25 +81,18 @@ COLUMNS = {
         "tflops": "tflops_gpu tflops_per_gpu tflops",
         "full_seconds": "full_recompute_s full_recomputation_s full_s",
         "selective_seconds": "present_work_s present_work selective_sp_s selective_s",
-        "kind": "kind",
-        "kv_heads": "kv_heads",
-        "feed_forward": "feed_forward",
         "cp": "cp context_parallel",
         "zero_stage": "zero_stage zero",
-        "used": "used",
         "recompute": "recompute recomputation activation_recomputation full_recompute checkpoint",
         "sequence_parallel": "sequence_parallel sequence_parallelism sp",
-        "attention": "attention",
         "device": "device gpu chip gpu_name",
-        "precision": "precision",
-        "gradient_dtype": "gradient_dtype",
-        "dropout": "dropout",
-        "overlap": "overlap",
         "nodes_of": "nodes_of gpus_per_node node_size",
         "node_gbps": "node_gbps network_gbps inter_node_bandwidth",
-        "software": "software",
     }.items()
 }
+ONE_NAME = "attention dropout feed_forward gradient_dtype kind kv_heads overlap precision "
+ONE_NAME += "software used"
+COLUMNS |= {name: [name] for name in ONE_NAME.split()}
 SOFTWARE = {
     "megatron 2021": MEGATRON_2021,
     "megatron 2022": MEGATRON_2022,
@@ -269,7 +263,6 @@ def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
     tp, pp, cp = number("tp"), number("pp"), number("cp", 1)
     gpus = number("gpus", tp * pp * cp * number("dp", 1))
     dp = number("dp", gpus // (tp * pp * cp))
-    llama = values.get("kind", "gpt").lower() == "llama"
     h100 = "kind" in values  # the table of runs on H100 names its programs
     nodes_of = number("nodes_of", 8)
     profile = vtrain and gpus <= nodes_of
@@ -303,17 +296,14 @@ def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
         number("time", 2048),
         kv_heads=number("kv_heads", 0) or None,
         feed_forward=number("feed_forward", 0) or None,
-        gated=llama,
-        norm="rms" if llama else "layer",
-        biases=not llama,
-        positions="rotary" if llama else "learned",
-        tied=not llama,
         attention="fused" if fused else "unfused",
         dropout=is_yes(values.get("dropout", "no" if h100 else "yes")),
     )
-    network = number("node_gbps") / 8 * 1e9 if "node_gbps" in values else None
-    if network is None and vtrain:
-        network = VTRAIN_NETWORK
+    if values.get("kind", "gpt").lower() == "llama":
+        shape = replace(shape, **LLAMA)
+    network = VTRAIN_NETWORK if vtrain else None
+    if "node_gbps" in values:
+        network = number("node_gbps") / 8 * 1e9
     chip = chip_of(values.get("device", "H100" if h100 else "A100"))
     cluster = Cluster(chip, gpus, nodes_of, network=network)
     seconds = measured_seconds(values, shape, layout)
