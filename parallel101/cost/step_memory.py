@@ -89,28 +89,26 @@ def step_memory(
         fused_ring: see Software; HybridTrainer's own ring attention isn't fused.
     """
     layers = stage_layers(shape.layers, layout.pp * layout.chunks)
-    ranks = [
-        _RankMemory(shape, layout, layers[position :: layout.pp], position, cpu, fused_ring)
-        for position in range(layout.pp)
-    ]
-    return tuple(rank.memory() for rank in ranks)
+    return tuple(
+        _RankMemory(shape, layout, layers[rank :: layout.pp], rank, cpu, fused_ring).memory()
+        for rank in range(layout.pp)
+    )
 
 
+@dataclass
 class _RankMemory:
     """The memory of a rank at one position along pp. All sizes are bytes, unless they say."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        layers: tuple[int, ...],
-        position: int,
-        cpu: bool,
-        fused_ring: bool,
-    ):
-        self.shape, self.layout, self.layers, self.position = shape, layout, layers, position
-        self.cpu, self.fused_ring = cpu, fused_ring
-        self.first, self.last = position == 0, position == layout.pp - 1
+    shape: ModelShape
+    layout: ParallelLayout
+    layers: tuple[int, ...]
+    position: int
+    cpu: bool
+    fused_ring: bool
+
+    def __post_init__(self) -> None:
+        shape, layout, cpu = self.shape, self.layout, self.cpu
+        self.first, self.last = self.position == 0, self.position == layout.pp - 1
         e, g = self.e, self.g = itemsize(layout), gradient_itemsize(layout)
         mixed = layout.precision.endswith("mixed")
         tp, ep, zero, h = layout.tp, layout.ep, layout.zero_stage, shape.width
@@ -121,25 +119,22 @@ class _RankMemory:
         self.of_layer = layer_parameters(shape, tp, ep)
         self.table = table_parameters(shape, tp)
         self.of_embedding = size_of(embedding_arrays(shape, tp))
-        self.parameters = rank_parameters(shape, tp, ep, sum(layers), self.first, self.last)
-        self.owned = self.parameters
+        count = rank_parameters(shape, tp, ep, sum(self.layers), self.first, self.last)
+        self.parameters = self.owned = count
         if zero:
-            experts = sum(layers) * expert_parameters(shape, ep)
-            self.owned = (self.parameters - experts) / self.sharing
-            self.owned += experts / (layout.dp * layout.cp)
+            experts = sum(self.layers) * expert_parameters(shape, ep)
+            self.owned = (count - experts) / self.sharing + experts / (layout.dp * layout.cp)
 
         # activations: of a message between stages, and of a layer that waits for its backward
         self.n = layout.microbatch * shape.time // layout.cp
         self.outside = self.n / tp if layout.sequence_parallel else float(self.n)
         self.message = e * h * self.outside
         self.kept = layer_kept(shape, layout, cpu=cpu)
-        self.all_kept = sum(self.kept.values())
-        self.core = sum(self.kept.get(name, 0.0) for name in CORE)
-        self.layer_waits = {
-            "none": self.all_kept,
-            "selective": self.all_kept - self.core,
-            "full": self.message,  # of the same shape as its input
-        }[layout.recompute]
+        self.layer_waits = self.all_kept = sum(self.kept.values())
+        if layout.recompute == "full":
+            self.layer_waits = self.message  # of the same shape as its input
+        elif layout.recompute == "selective":
+            self.layer_waits -= sum(self.kept.get(name, 0.0) for name in CORE)
         norm = 8 * h + 4 if cpu and shape.norm == "rms" else e * h + 8
         self.of_head = norm * self.outside + e * h * self.n
         # of logits in 32 bits, and of them and their gradient at the loss
@@ -147,29 +142,23 @@ class _RankMemory:
         self.at_loss = (3 if ends == 1 else 2 + (e / 4 if e < 4 else 0)) * self.logits
 
         # model states; gradients are those that are complete
-        self.weights = e * (self.owned if zero == 3 else self.parameters)
+        self.weights = e * (self.owned if zero == 3 else count)
         averages = AVERAGES[layout.optimizer]
         self.optimizer = self.owned * (averages * MOMENT + MASTER if mixed else averages * e)
-        self.gradients = g * (self.owned if zero >= 2 else self.parameters)
+        self.gradients = g * (self.owned if zero >= 2 else count)
         # those in 32 bits that the optimizer is given, beside those in 16
         self.in_32_bits = 4 * self.owned if mixed and g < 4 else 0.0
-        # the flat arrays for gradients, which are kept from step to step
+        # the flat arrays for gradients, which are kept from step to step; and a bucket's parameters
         overlap = layout.overlap and layout.cp == ep == 1
         self.room = self.gradients if zero or (self.sharing > 1 and overlap) else 0.0
-        self.bucket = self.of_bucket()
+        self.bucket = min(BUCKET / e, count / (4 if zero else 2)) if self.sharing > 1 else 0.0
+        if zero == 3:
+            self.bucket = max(self.of_layer, (self.first or self.last) * self.of_embedding)
         self.fixed = self.weights + self.optimizer + self.room
         self.fixed += 8.0 * layout.microbatch * layout.microbatches * shape.time  # the batch
         self.tied = 0.0  # summed over two stages
         if shape.tied and layout.pp > 1 and (self.first or self.last):
             self.tied = (10 if mixed else 2.5 * g) * self.table
-
-    def of_bucket(self) -> float:
-        """Return the parameters of a bucket of gradients."""
-        zero, count = self.layout.zero_stage, self.parameters
-        if zero == 3:
-            ends = self.first or self.last
-            return max(self.of_layer, self.of_embedding if ends else 0.0)
-        return min(BUCKET / self.e, count / (4 if zero else 2)) if self.sharing > 1 else 0.0
 
     def of_microbatch(self) -> list[float]:
         """Return the bytes that each stage of this rank keeps of a microbatch."""
@@ -182,7 +171,7 @@ class _RankMemory:
                 found[0] += e * h * (self.n - self.outside)
             if self.shape.dropout:
                 found[0] += h * self.n
-        for i in range(len(found) - 1 if self.last else len(found)):
+        for i in range(len(found) - self.last):
             found[i] += self.message  # what it has sent
         if self.last:
             found[-1] += self.of_head
@@ -193,23 +182,23 @@ class _RankMemory:
         layout, p, after = self.layout, self.layout.pp, self.layout.pp - self.position
         if layout.chunks > 1:
             many = (layout.chunks - 1) * p + 2 * after - 1
-        elif layout.schedule == "gpipe":
-            many = layout.microbatches
         else:
-            many = 2 * after - 1 if layout.schedule == "zb-h2" else after
+            many = {"gpipe": layout.microbatches, "zb-h2": 2 * after - 1}.get(
+                layout.schedule, after
+            )
         return min(many, layout.chunks * layout.microbatches)
 
     def in_flight(self) -> float:
         """Return the bytes of the microbatches that wait for backward when they are most."""
-        p, chunks, of_stages = self.layout.pp, self.layout.chunks, self.of_microbatch()
-        # p microbatches pass the first stage of this rank, then the same p its next one
-        waiting = [k % (p * chunks) // p for k in range(self.warm_up())]
+        layout, of_stages = self.layout, self.of_microbatch()
+        # pp microbatches pass the first stage of this rank, then the same ones its next one
+        waiting = [k // layout.pp % layout.chunks for k in range(self.warm_up())]
         found = sum(of_stages[stage] for stage in waiting)
-        if self.last and (losses := waiting.count(chunks - 1)):
+        if self.last and (losses := waiting.count(layout.chunks - 1)):
             found += (losses - 1) * self.logits
-        if self.layout.schedule.startswith("zb"):
-            delay = self.position * (2 if self.layout.schedule == "zb-h2" else 1)
-            found += min(delay, self.layout.microbatches) * self.weight_gradients_later()
+        if layout.schedule.startswith("zb"):
+            delay = self.position * (2 if layout.schedule == "zb-h2" else 1)
+            found += min(delay, layout.microbatches) * self.weight_gradients_later()
         return found
 
     def weight_gradients_later(self) -> float:
@@ -259,17 +248,9 @@ class _RankMemory:
         rest = max(0.0, total - alive)
         logits = min(rest, max(0.0, self.at_loss - kept)) if moment == "loss" else 0.0
         copied = min(rest - logits, copied)
-        return StageMemory(
-            self.weights,
-            self.gradients,
-            self.optimizer,
-            waiting + kept,
-            logits,
-            copied,
-            rest - logits - copied,
-            total,
-            moment,
-        )
+        states = self.weights, self.gradients, self.optimizer
+        others = logits, copied, rest - logits - copied
+        return StageMemory(*states, waiting + kept, *others, total, moment)
 
     def loss(self) -> float:
         """Return the bytes needed at the loss or in the output layer's backward after it."""
@@ -312,29 +293,26 @@ class _RankMemory:
         return (0.0 if self.room else self.gradients) + self.in_32_bits + self.tied
 
     def layer_backward(self) -> float:
-        """Return the bytes of the gradients inside a layer."""
-        e, h, n = self.e, self.shape.width, self.n
-        f = self.shape.inside / self.tp_beside_attention
-        mlp = e * (h + f) * n + (e + (self.g if self.g != e else 0)) * f * h
-        if self.shape.gated:
-            mlp = max(mlp, e * h * n + 2 * e * f * n)
-        return max(mlp, self.attention_backward())
+        """Return the bytes of the gradients inside a layer.
 
-    def attention_backward(self) -> float:
-        """Return the bytes attention's core needs in backward, minus those the MLP has freed."""
-        shape, layout = self.shape, self.layout
-        heads = shape.heads / layout.tp * layout.microbatch
-        freed = self.kept["inside the MLP"] + self.kept["input of the MLP"]
-        if layout.cp > 1 and layout.context != "ulysses" and self.fused_ring:
-            # in 32 bits: ∂Q; and ∂K and ∂V of a block, of the next one, and on their way
-            rest = 4 * (shape.width + 6 * shape.kv_width) * self.n / layout.tp
-            return rest - freed
-        if layout.cp > 1 and layout.context != "ulysses":
-            square = 4 * heads * (shape.time / layout.cp) ** 2
-            squares = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy
-            h, kv = (7, 8) if layout.context == "zigzag" else (11, 10)  # in 32 bits
-            rest = 4 * (h * shape.width + kv * shape.kv_width) * self.n / layout.tp
-            return squares * square + rest - freed
-        if shape.attention == "unfused":
-            return 2 * self.e * heads * shape.time**2 - freed
-        return 0.0
+        They are the MLP's, or those of attention's core minus what the MLP has freed.
+        """
+        shape, layout, e, n, h = self.shape, self.layout, self.e, self.n, self.shape.width
+        f = shape.inside / self.tp_beside_attention
+        mlp = e * (h + f) * n + (e + (self.g if self.g != e else 0)) * f * h
+        if shape.gated:
+            mlp = max(mlp, e * h * n + 2 * e * f * n)
+        squares = shape.heads / layout.tp * layout.microbatch * shape.time**2
+        if layout.cp > 1 and layout.context != "ulysses":  # in 32 bits
+            # fused: ∂Q; and ∂K and ∂V of a block, of the next one, and on their way
+            of_width, of_kv, count = 1, 6, 0
+            if not self.fused_ring:
+                of_width, of_kv = (7, 8) if layout.context == "zigzag" else (11, 10)
+                count = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy
+            core = 4 * (of_width * h + of_kv * shape.kv_width) * n / layout.tp
+            core += count * 4 * squares / layout.cp**2
+        elif shape.attention == "unfused":
+            core = 2 * e * squares
+        else:
+            return max(mlp, 0.0)
+        return max(mlp, core - (self.kept["inside the MLP"] + self.kept["input of the MLP"]))

@@ -138,14 +138,16 @@ def step_time(
     for stage in stages:
         if stage not in kinds:
             one = together(layer, *stage[1:], embedding, head)
-            sums = accumulation_seconds(layout, cluster, software, stage)
-            kinds[stage] = RankSeconds(stage, one, one.seconds, *sums)
+            added, moved = accumulation_seconds(layout, cluster, software, stage)
+            passes = one.forward.total, one.backward.total + moved
+            waits = gradient_seconds(layout, cluster, software, stage, *passes)
+            kinds[stage] = RankSeconds(stage, one, one.seconds, added, moved, waits)
     ranks = [kinds[stage] for stage in stages]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     of_rank = [rank.seconds for rank in ranks]
     busy = slowest.one.both
     sends = M if layout.zero_stage >= 2 else 1
-    dp, moved_elsewhere = waiting_for_gradients(layout, cluster, software, ranks, slowest)
+    dp, moved_elsewhere = waiting_for_gradients(layout, software, ranks, slowest)
     # LIMITS has the parts in the order of Seconds' fields
     parts = {name: M * seconds for name, seconds in zip(LIMITS, busy)}
     parts["memory-bound"] += slowest.added + sends * slowest.moved
@@ -186,17 +188,10 @@ def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
 
 def cut_of(layout: ParallelLayout) -> LayerCut:
     """Return the part of a layout that a layer's time depends on."""
-    return LayerCut(
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.microbatch,
-        layout.sequence_parallel and layout.tp > 1,
-        layout.recompute,
-        itemsize(layout),
-        layout.context,
-        layout.overlap,
-    )
+    sizes = layout.tp, layout.cp, layout.ep, layout.microbatch
+    in_time = layout.sequence_parallel and layout.tp > 1
+    options = layout.recompute, itemsize(layout), layout.context, layout.overlap
+    return LayerCut(*sizes, in_time, *options)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -204,31 +199,25 @@ def together(
     layer: Pass, layers: int, first: bool, last: bool, embedding: Pass, head: Pass
 ) -> Pass:
     """Return the seconds of a stage: its layers, and maybe the embedding or the head."""
-    forward, backward = (
-        Seconds().plus(layer.forward, layers),
-        Seconds().plus(layer.backward, layers),
-    )
+    forward, backward = (Seconds().plus(one, layers) for one in layer)
     for end in [embedding] * first + [head] * last:
         forward, backward = forward.plus(end.forward), backward.plus(end.backward)
     return Pass(forward, backward)
 
 
 class RankSeconds(NamedTuple):
-    """The seconds of a microbatch on a rank, and of adding up and moving gradients."""
+    """The seconds of a microbatch on a rank, and of adding up, moving and summing gradients."""
 
     stage: ModelPart
     one: Pass
     seconds: float  # of both passes
     added: float
     moved: float
+    waits: GradientSeconds
 
 
 def waiting_for_gradients(
-    layout: ParallelLayout,
-    cluster: Cluster,
-    software: Software,
-    ranks: list[RankSeconds],
-    slowest: RankSeconds,
+    layout: ParallelLayout, software: Software, ranks: list[RankSeconds], slowest: RankSeconds
 ) -> tuple[float, float]:
     """Return the exposed seconds along dp, and those in which other stages fill buckets.
 
@@ -236,23 +225,15 @@ def waiting_for_gradients(
     messages of the stage's own gradients, which are first moved to buckets. The slowest rank waits
     for all of them.
     """
-
-    def found(rank: RankSeconds) -> GradientSeconds:
-        forward, backward = rank.one.forward.total, rank.one.backward.total + rank.moved
-        return gradient_seconds(layout, cluster, software, rank.stage, forward, backward)
-
-    if layout.dp * layout.cp * layout.ep == 1:
-        return 0.0, 0.0
+    mine, others = slowest.waits, [*ranks]
     if len(ranks) == 1 or not software.buckets:
-        return sum(found(slowest)), 0.0
-    waits = {key: found(rank) for key, rank in {id(rank): rank for rank in ranks}.items()}
-    mine, others = waits[id(slowest)], [*ranks]
+        return sum(mine), 0.0
     others.remove(slowest)
     parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
-    waited = sum(waits[id(rank)].last for rank in others) / parts
-    after = waits[id(ranks[0])].after  # its backward is the last one
+    waited = sum(rank.waits.last for rank in others) / parts
     moved = sum(rank.moved for rank in others) / parts
-    return mine.before + mine.last + waited + after, moved
+    # the first rank's backward is the last one
+    return mine.before + mine.last + waited + ranks[0].waits.after, moved
 
 
 def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:

@@ -42,41 +42,6 @@ from parallel101.cost.software import Software
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 
 
-@lru_cache(maxsize=1 << 12)
-def buckets(
-    shape: ModelShape,
-    tp: int,
-    ep: int,
-    layers: int,
-    first: bool,
-    last: bool,
-    *,
-    itemsize: int,
-    apart: bool,
-    at_least: int,
-    recompute: str = "none",
-) -> tuple[Gradients, ...]:
-    """Return the buckets in which a stage's gradients travel, in the order backward fills them.
-
-    Args:
-        itemsize: bytes of a weight. apart: whether some are sent separately.
-        at_least: the fewest buckets, if each is full.
-    """
-    arrays = stage_arrays(shape, tp, ep, layers, first, last, recompute)
-    most = min(BUCKET, ceil(itemsize * size_of(arrays) / at_least))
-    found: Parts = []
-    room = 0.0
-    for size, other, work in reversed(arrays):
-        nbytes, this = size * itemsize, other and apart
-        if nbytes > room or not found or this != found[-1].apart:
-            found.append(Gradients(size, this, work))
-            room = float(most)
-        else:
-            found[-1] = Gradients(found[-1].size + size, this, found[-1].work + work)
-        room -= nbytes
-    return tuple(found)
-
-
 class ModelPart(NamedTuple):
     """The part of a model on one rank: some layers, and maybe the embedding and the head."""
 
@@ -139,16 +104,34 @@ def sent_apart(layout: ParallelLayout) -> bool:
 
 
 def buckets_of(layout: ParallelLayout, stage: ModelPart) -> tuple[Gradients, ...]:
-    return buckets(
-        stage.shape,
-        layout.tp,
-        layout.ep,
-        *stage[1:],
-        itemsize=itemsize(layout),
-        apart=sent_apart(layout),
-        at_least=4 if layout.zero_stage else 2,
-        recompute=layout.recompute,
-    )
+    """Return the buckets in which a stage's gradients travel, in the order backward fills them."""
+    options = itemsize(layout), sent_apart(layout), 4 if layout.zero_stage else 2
+    return buckets(stage, layout.tp, layout.ep, layout.recompute, *options)
+
+
+@lru_cache(maxsize=1 << 12)
+def buckets(
+    stage: ModelPart, tp: int, ep: int, recompute: str, itemsize: int, apart: bool, at_least: int
+) -> tuple[Gradients, ...]:
+    """Return the buckets: of at most BUCKET bytes, or `at_least` of them if each is full.
+
+    Args:
+        itemsize: bytes of a weight. apart: whether some are sent separately.
+    """
+    of_stage = stage.layers, stage.first, stage.last
+    arrays = stage_arrays(stage.shape, tp, ep, *of_stage, recompute)
+    most = min(BUCKET, ceil(itemsize * size_of(arrays) / at_least))
+    found: Parts = []
+    room = 0.0
+    for size, other, work in reversed(arrays):
+        nbytes, this = size * itemsize, other and apart
+        if nbytes > room or not found or this != found[-1].apart:
+            found.append(Gradients(size, this, work))
+            room = float(most)
+        else:
+            found[-1] = Gradients(found[-1].size + size, this, found[-1].work + work)
+        room -= nbytes
+    return tuple(found)
 
 
 def bucket_seconds(

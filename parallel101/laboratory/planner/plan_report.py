@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, TrainingPlan
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
@@ -36,12 +36,12 @@ NOT_MODELLED = {
 # ── text ──
 
 
-def plan_text(plan: TrainingPlan) -> str:
+def plan_text(plan: RankedLayouts) -> str:
     """Return all tables, for a terminal of about 130 columns."""
     return quick_text(plan) + simulated_text(plan)
 
 
-def quick_text(plan: TrainingPlan) -> str:
+def quick_text(plan: RankedLayouts) -> str:
     """Return the tables of the quick model."""
     best = plan.best
     parts = [
@@ -58,7 +58,7 @@ def quick_text(plan: TrainingPlan) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def simulated_text(plan: TrainingPlan) -> str:
+def simulated_text(plan: RankedLayouts) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
     rows = [
@@ -90,7 +90,7 @@ def simulated_text(plan: TrainingPlan) -> str:
     return "".join(f"\n{part}\n" for part in parts)
 
 
-def heading(plan: TrainingPlan) -> str:
+def heading(plan: RankedLayouts) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     tokens = plan.batch * shape.time
@@ -105,11 +105,11 @@ def heading(plan: TrainingPlan) -> str:
     )
 
 
-def model_words(plan: TrainingPlan) -> str:
+def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
-def layouts_table(plan: TrainingPlan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     meshes = len({of.layout.mesh for of in plan})
     head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
@@ -153,7 +153,7 @@ def layouts_table(plan: TrainingPlan) -> TextTable:
     )
 
 
-def ring_note(plan: TrainingPlan) -> str:
+def ring_note(plan: RankedLayouts) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -204,7 +204,7 @@ def call_or_reason(of: PlannedLayout) -> str:
     return f"No model can be built: {reason}." if reason else of.call
 
 
-def refused_table(plan: TrainingPlan) -> TextTable:
+def refused_table(plan: RankedLayouts) -> TextTable:
     rows = [
         [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
     ]
@@ -219,7 +219,7 @@ def not_modelled_table() -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: TrainingPlan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {
