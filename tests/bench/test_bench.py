@@ -15,9 +15,7 @@ from parallel101.laboratory.bench import attention_speed, pictures
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport, median_and_interval
 from parallel101.laboratory.bench.comparison import Benchmark, ratio, take_turns
 from parallel101.laboratory.bench.timed_training import (
-    DATA,
-    PIPELINE,
-    TENSOR,
+    SIDES,
     alone,
     batch_of_rank,
     whole_model,
@@ -32,9 +30,9 @@ def losses_of_all_sides() -> dict[str, list[float | None]]:
     In a pipeline of torch's only the rank of the last stage knows the loss.
     """
     found = {}
-    for table, (cut, sides) in enumerate((DATA, TENSOR, PIPELINE)):
+    for table, sides in SIDES.items():
         for name, step_of in sides.items():
-            step, batch = step_of(whole_model(WIDTH)), batch_of_rank(cut, WIDTH)
+            step, batch = step_of(whole_model(WIDTH)), batch_of_rank(table == "data", WIDTH)
             losses = [step(*batch) for _ in range(STEPS)]
             found[f"{table}: {name}"] = [None if loss is None else float(loss) for loss in losses]
     return found

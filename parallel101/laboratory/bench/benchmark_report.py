@@ -31,24 +31,15 @@ class BenchmarkReport:
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         self._print("# Benchmarks\n")
         self._print(f"Written by `parallel101 bench {' '.join(sys.argv[2:])}`".rstrip() + ".\n")
+        load = f"{os.getloadavg()[0]:.2f}, a minute's mean" if hasattr(os, "getloadavg") else ""
+        system = f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}"
         rows = [
             ("date", datetime.date.today().isoformat()),
             ("processor", f"{_processor()}, {os.cpu_count()} cores"),
-            (
-                "load before",
-                f"{os.getloadavg()[0]:.2f}, a minute's mean"
-                if hasattr(os, "getloadavg")
-                else "unknown",
-            ),
+            ("load before", load or "unknown"),
             ("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
             ("GPUs", ", ".join(gpus) or "none"),
-            (
-                "system",
-                (
-                    f"{platform.system()} {platform.release()}, {platform.libc_ver()[0]} "
-                    f"{platform.libc_ver()[1]}"
-                ).rstrip(", "),
-            ),
+            ("system", system.rstrip(", ")),
             ("versions", f"Python {platform.python_version()}, torch {torch.__version__}"),
         ]
         self.table(["", ""], rows)

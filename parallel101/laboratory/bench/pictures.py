@@ -148,9 +148,7 @@ def long_record(steps: int) -> Trace:
     length = trace.makespan
     rows = [
         e._replace(
-            start=e.start + k * length,
-            end=e.end + k * length,
-            posted=e.posted + k * length,
+            **{name: getattr(e, name) + k * length for name in ("start", "end", "posted")},
             seq=e.seq + k * len(trace.events),
         )
         for k in range(steps // 100)
@@ -216,21 +214,14 @@ def notebook_rows(kernels: int) -> Iterator[TableRow]:
         with Kernel() as kernel:  # the kernel and the fork server import torch at the same time
             alone.append(kernel.seconds(f"import parallel101 as p101\n\n{WATCH}", shows="<figure"))
         after.append(time_spawn("gloo"))
-    spawn, launch = "`spawn` of 4 ranks", "`launch` of 4 ranks, without a picture"
-    yield row(
-        "notebook: the first `watch`, at once after the imports", "s", first, 2.5, spawn, after
-    )
-    yield row(
-        "`import torch`, `import parallel101` and the first `watch`",
-        "s",
-        [a + b for a, b in zip(imports, first)],
-        2.5,
-        spawn,
-        after,
-    )
-    yield row(
-        "`import parallel101` and the first `watch`, in one cell", "s", alone, 2.5, spawn, after
-    )
-    yield row(f"the first `watch`, {READING:g} s after the imports", "s", read, 2.5, spawn, after)
+    whole = [a + b for a, b in zip(imports, first)]
+    for what, seconds in {
+        "notebook: the first `watch`, at once after the imports": first,
+        "`import torch`, `import parallel101` and the first `watch`": whole,
+        "`import parallel101` and the first `watch`, in one cell": alone,
+        f"the first `watch`, {READING:g} s after the imports": read,
+    }.items():
+        yield row(what, "s", seconds, 2.5, "`spawn` of 4 ranks", after)
+    launch = "`launch` of 4 ranks, without a picture"
     yield row("the next `watch`", "s", next_, 0.2, launch, launched)
     yield row("a change in the explorer: 4 ranks, gloo", "s", changed, 0.3, launch, launched)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
 from parallel101.laboratory.planner.published import PublishedError, published_errors, summary
@@ -64,16 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def by_row(rows: Sequence[PublishedError]) -> tuple[list[str], list[list[str]]]:
     """Return the head of a table, and a line for each row."""
-    return ["model", "layout", "measured, s", "predicted, s", "error"], [
-        [
-            row.run.name,
-            row.run.words,
-            f"{row.measured:.4g}",
-            f"{row.predicted:.4g}",
-            f"{row.error:+.1%}",
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        numbers = f"{row.measured:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
+        lines.append([row.run.name, row.run.words, *numbers])
+    return ["model", "layout", "measured, s", "predicted, s", "error"], lines
 
 
 def by_group(rows: Sequence[PublishedError]) -> tuple[list[str], list[list[str]]]:
@@ -100,17 +96,14 @@ def draw(tables: dict[str, list[PublishedError]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 6))
     for name, rows in tables.items():
         few = len(rows) <= MOST_ROWS
-        axes.scatter(
-            [row.measured for row in rows],
-            [row.predicted for row in rows],
-            s=36 if few else 6,
-            marker="o" if few else ".",
-            alpha=1 if few else 0.4,
-            rasterized=not few,
-            label=f"{name} ({summary(rows)})",
+        style: dict[str, Any] = (
+            {"s": 36, "marker": "o"} if few else {"s": 6, "marker": ".", "alpha": 0.4}
         )
-    low = min(row.measured for rows in tables.values() for row in rows) / 1.3
-    high = max(row.measured for rows in tables.values() for row in rows) * 1.3
+        measured, predicted = zip(*((row.measured, row.predicted) for row in rows))
+        label = f"{name} ({summary(rows)})"
+        axes.scatter(measured, predicted, rasterized=not few, label=label, **style)
+    every = [row.measured for rows in tables.values() for row in rows]
+    low, high = min(every) / 1.3, max(every) * 1.3
     axes.plot([low, high], [low, high], color="grey", linewidth=1)
     axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], alpha=0.15)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))

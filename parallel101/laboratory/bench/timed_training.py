@@ -170,29 +170,17 @@ def pipeline(schedule: str, chunks: int = 1) -> StepOf:
 
 
 MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
-# whether each rank trains on its share of the batch, or on the whole; and the steps
-DATA: tuple[bool, dict[str, StepOf]] = (
-    True,
-    {
+# by kind: in a table of data, each rank trains on its share of the batch
+SIDES: dict[str, dict[str, StepOf]] = {
+    "data": {
         "no communication": alone,
         "torch DDP": ddp,
         "DataParallelTrainer": data_parallel,
         "torch FSDP2": fsdp,
-        "ShardedTrainer, ZeRO stage 1": sharded(1),
-        "ShardedTrainer, ZeRO stage 2": sharded(2),
-        "ShardedTrainer, ZeRO stage 3": sharded(3),
+        **{f"ShardedTrainer, ZeRO stage {stage}": sharded(stage) for stage in (1, 2, 3)},
     },
-)
-TENSOR: tuple[bool, dict[str, StepOf]] = (
-    False,
-    {
-        "torch DTensor": dtensor,
-        "TensorParallelTrainer": tensor_parallel,
-    },
-)
-PIPELINE: tuple[bool, dict[str, StepOf]] = (
-    False,
-    {
+    "tensor": {"torch DTensor": dtensor, "TensorParallelTrainer": tensor_parallel},
+    "pipeline": {
         "torch GPipe": torchs_pipeline("GPipe"),
         "PipelineTrainer, gpipe": pipeline("gpipe"),
         "torch 1F1B": torchs_pipeline("1F1B"),
@@ -202,18 +190,16 @@ PIPELINE: tuple[bool, dict[str, StepOf]] = (
         "PipelineTrainer, zb-h1": pipeline("zb-h1"),
         "PipelineTrainer, zb-h2": pipeline("zb-h2"),
     },
-)
+}
 
 
 def prepared(step_of: StepOf, cut: bool) -> Work:
     return partial(step_of(whole_model()), *batch_of_rank(cut))
 
 
-def training_table(
-    title: str, steps: tuple[bool, dict[str, StepOf]], peers: dict[str, str]
-) -> Benchmark:
-    cut, sides = steps
-    works = {name: partial(prepared, step_of, cut) for name, step_of in sides.items()}
+def training_table(title: str, kind: str, *peers: str) -> Benchmark:
+    """Return the comparison of SIDES[kind] with those that are named in `peers`."""
+    works = {name: partial(prepared, of, kind == "data") for name, of in SIDES[kind].items()}
 
     def peak_bytes(name: str) -> int:
         """Return the bytes by which a side's steps raise the peak memory of this process.
@@ -227,9 +213,9 @@ def training_table(
         return peak() - before
 
     return Benchmark(
-        title,
+        f"A {title} step on {{}}: {MODEL}{f', {MICROBATCHES} microbatches' * (kind == 'pipeline')}",
         works,
-        peers,
+        {f"/ {peer.removeprefix('torch ')}": peer for peer in peers},
         extra=("peak MB", peak_bytes),
         note="Peak: the most memory of a rank's process, minus what it had before the model.",
     )
@@ -239,22 +225,6 @@ def peak() -> int:
     return torch.cuda.max_memory_allocated() if dist.get_backend() == "nccl" else peak_memory()
 
 
-TRAINING = [
-    training_table(
-        f"A training step on {{}}: {MODEL}",
-        DATA,
-        {"/ DDP": "torch DDP", "/ FSDP2": "torch FSDP2"},
-    )
-]
-TENSORS = [
-    training_table(
-        f"A tensor-parallel step on {{}}: {MODEL}", TENSOR, {"/ DTensor": "torch DTensor"}
-    )
-]
-PIPELINES = [
-    training_table(
-        f"A pipeline step on {{}}: {MODEL}, {MICROBATCHES} microbatches",
-        PIPELINE,
-        {"/ GPipe": "torch GPipe", "/ 1F1B": "torch 1F1B"},
-    )
-]
+TRAINING = [training_table("training", "data", "torch DDP", "torch FSDP2")]
+TENSORS = [training_table("tensor-parallel", "tensor", "torch DTensor")]
+PIPELINES = [training_table("pipeline", "pipeline", "torch GPipe", "torch 1F1B")]
