@@ -34,6 +34,8 @@ from typing import NamedTuple
 
 from parallel101.cost.closed_forms import Cost, all_pairs
 
+ON_A_TORUS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+
 
 def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "torus") -> Cost:
     """Return the cost of "torus" on a mesh of this shape.
@@ -57,16 +59,10 @@ def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "
     """
     lengths = [length for length in shape if length > 1]
     p, parts = math.prod(shape), len(lengths) * (1 if operation == "all_to_all" else 2)
-    if operation not in (
-        "all_gather",
-        "reduce_scatter",
-        "all_reduce",
-        "all_to_all",
-    ) or links not in ("torus", "switch"):
+    if operation not in ON_A_TORUS or links not in ("torus", "switch"):
         raise ValueError(
             f"{operation!r} on {links!r}: expected all_gather, reduce_scatter, all_reduce or "
-            "all_to_all on 'torus' or 'switch'. "
-            "For flat algorithms call closed_form"
+            "all_to_all on 'torus' or 'switch'. For flat algorithms call closed_form"
         )
     if not shape or p < 1 or nbytes < 0 or nbytes % (p * max(parts, 1)):
         raise ValueError(

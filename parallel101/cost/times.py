@@ -78,15 +78,8 @@ class Time:
 
 def decimal(value: float, unit: str) -> str:
     """Return the value in three digits: 33_554_432, "B" -> "33.6 MB"; 2e-6, "s" -> "2 µs"."""
-    for prefix, scale in (
-        ("T", 1e12),
-        ("G", 1e9),
-        ("M", 1e6),
-        ("k", 1e3),
-        ("", 1.0),
-        ("m", 1e-3),
-        ("µ", 1e-6),
-    ):
+    for power, prefix in zip(range(12, -9, -3), ("T", "G", "M", "k", "", "m", "µ")):
+        scale = 10.0**power
         if value >= scale and not (unit == "s" and scale > 1):
             return f"{value / scale:.3g} {prefix}{unit}"
     return f"{value / 1e-9:.3g} n{unit}" if value else f"0 {unit}"

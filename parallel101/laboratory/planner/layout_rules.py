@@ -10,9 +10,8 @@ the largest share would be waited for. tp stays inside a node, unless it is fixe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -28,16 +27,7 @@ OTHERS = ("schedule", "precision", "gradient_dtype", "overlap", "context", "opti
 MICROBATCHES = (1, 2, 4, 8, 16)  # samples of a microbatch that are tried
 
 
-@dataclass
-class Refusals:
-    """The number of refused meshes or layouts by reason, with an example of each."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, ParallelLayout] = field(default_factory=dict)
-
-    def add(self, reason: str, example: ParallelLayout) -> None:
-        self.counts[reason] += 1
-        self.examples.setdefault(reason, example)
+Refusals = list[tuple[str, ParallelLayout]]  # the reason, and the refused mesh or layout
 
 
 def divisors(n: int) -> list[int]:
@@ -82,9 +72,9 @@ def meshes_of(
             continue
         mesh = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
         if tp > per_node and "tp" not in fixed:
-            refused.add(f"tp is beyond the {per_node} GPUs of a node", mesh)
+            refused.append((f"tp is beyond the {per_node} GPUs of a node", mesh))
         elif reason := why_not_mesh(shape, mesh, batch, fixed):
-            refused.add(reason, mesh)
+            refused.append((reason, mesh))
         else:
             yield mesh
 
@@ -156,10 +146,10 @@ def layouts_of(
         count, rest = divmod(share, microbatch)
         one = replace(mesh, microbatch=microbatch, microbatches=max(count, 1), **others)
         if rest or fixed.get("microbatches", count) != count:
-            refused.add("microbatch · microbatches isn't the share of the batch", one)
+            refused.append(("microbatch · microbatches isn't the share of the batch", one))
             continue
         if reason := why_not_schedule(shape, one, of_rank):
-            refused.add(reason, one)
+            refused.append((reason, one))
             continue
         for stage, again, cut in product(
             fixed_or(fixed, "zero_stage", zero),
@@ -170,7 +160,7 @@ def layouts_of(
                 one, chunks=of_rank, zero_stage=stage, recompute=again, sequence_parallel=cut
             )
             if reason := why_not_options(shape, layout):
-                refused.add(reason, layout)
+                refused.append((reason, layout))
             else:
                 yield layout
 

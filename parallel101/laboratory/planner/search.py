@@ -9,6 +9,7 @@ that layout_rules.py lists.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -50,8 +51,8 @@ class Found:
     tried: int = 0
     too_large: int = 0
     smallest: tuple[float, ParallelLayout] | None = None
-    meshes: Refusals = field(default_factory=Refusals)
-    layouts: Refusals = field(default_factory=Refusals)
+    meshes: Refusals = field(default_factory=list)
+    layouts: Refusals = field(default_factory=list)
 
 
 class NoLayoutError(ValueError):
@@ -133,8 +134,8 @@ def nothing_fits(
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
     name = shape.name or "the model"
     if found.smallest is None:
-        reasons = [*found.meshes.counts.items(), *found.layouts.counts.items()]
-        why = "; ".join(f"{reason} ({count:,}×)" for reason, count in reasons)
+        counts = Counter(reason for reason, _ in [*found.meshes, *found.layouts])
+        why = "; ".join(f"{reason} ({count:,}×)" for reason, count in counts.items())
         why = why or "the sizes of the axes don't multiply to the GPUs"
         return NoLayoutError(
             f"{name} can't be laid out on {where} with {batch:,} samples a step"
@@ -171,8 +172,7 @@ def smallest_gpus(
         whole = gpus <= per_node or gpus % per_node == 0
         if gpus <= cluster.gpus or not whole or why_not_mesh(shape, mesh, batch, fixed):
             continue
-        refused = Refusals()
-        for layout in layouts_of(shape, mesh, batch, leanest(mesh, fixed), refused):
+        for layout in layouts_of(shape, mesh, batch, leanest(mesh, fixed), []):
             if most_of(step_memory(shape, layout)) <= cluster.memory_bytes:
                 return gpus
     return None

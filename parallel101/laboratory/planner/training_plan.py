@@ -13,6 +13,7 @@ are run on virtual GPUs, by the trainer itself (simulated_step.py).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -200,11 +201,11 @@ def samples(
 
 
 def why_not_of(found: Found) -> tuple[WhyNot, ...]:
-    rows = [
-        WhyNot(reason, count, what, refusals.examples[reason])
-        for what, refusals in (("meshes", found.meshes), ("layouts", found.layouts))
-        for reason, count in refusals.counts.most_common()
-    ]
+    rows = []
+    for what, refused in (("meshes", found.meshes), ("layouts", found.layouts)):
+        first = dict(reversed(refused))  # of each reason
+        for reason, count in Counter(reason for reason, _ in refused).most_common():
+            rows.append(WhyNot(reason, count, what, first[reason]))
     if found.smallest is not None:
         rows.append(
             WhyNot("fast enough, and don't fit", found.too_large, "layouts", found.smallest[1])
