@@ -16,51 +16,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class BytesPerWeight(NamedTuple):
-    """Bytes of one weight.
-
-    The optimizer is Adam, whose state has two numbers for each parameter.
-    """
-
-    weights: int
-    gradients: int
-    optimizer_state: int  # with the fp32 copy of the weights, if there is one
-    words: str
-
-
-PRECISIONS = {
-    "mixed": BytesPerWeight(
-        2,
-        2,
-        12,
-        (
-            "Weights and gradients in bf16 or fp16. Adam keeps an fp32 copy of the weights and two "
-            "fp32 averages."
-        ),
-    ),
-    "mixed, fp32 gradients": BytesPerWeight(
-        2, 4, 12, "As mixed, but gradients are added up in fp32."
-    ),
-    "fp32": BytesPerWeight(4, 4, 8, "Everything in fp32. Adam keeps two averages."),
-    "bf16": BytesPerWeight(
-        2,
-        2,
-        4,
-        "Everything in bf16, also Adam's two averages; there is no fp32 copy of the weights.",
-    ),
-}
-
-
 class ModelStates(NamedTuple):
-    """Bytes on each rank."""
+    """Bytes on each rank, or of one weight."""
 
     weights: float
     gradients: float
-    optimizer_state: float
+    optimizer_state: float  # with the fp32 copy of the weights, if there is one
 
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer_state
+
+
+# of one weight; Adam keeps two averages of each gradient
+PRECISIONS = {
+    # weights and gradients in bf16 or fp16; Adam keeps an fp32 copy of the weights, and its averages
+    "mixed": ModelStates(2, 2, 12),
+    "mixed, fp32 gradients": ModelStates(2, 4, 12),  # they are added up in fp32
+    "fp32": ModelStates(4, 4, 8),
+    "bf16": ModelStates(2, 2, 4),  # Adam's averages, too; there is no fp32 copy
+}
 
 
 def model_states(
@@ -91,7 +66,8 @@ def model_states(
         raise ValueError(
             f"parameters={parameters!r}, ranks={ranks!r}: expected whole numbers, 1 or more"
         )
-    of = PRECISIONS[precision]
     # the stage that shards weights, gradients, optimizer state
     shares = [ranks if zero_stage >= first else 1 for first in (3, 2, 1)]
-    return ModelStates(*(parameters * nbytes / share for nbytes, share in zip(of[:3], shares)))
+    return ModelStates(
+        *(parameters * nbytes / share for nbytes, share in zip(PRECISIONS[precision], shares))
+    )
