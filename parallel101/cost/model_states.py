@@ -30,7 +30,7 @@ class ModelStates(NamedTuple):
 
 # of one weight; Adam keeps two averages of each gradient
 PRECISIONS = {
-    # weights and gradients in bf16 or fp16; Adam keeps an fp32 copy of the weights, and its averages
+    # weights and gradients in bf16 or fp16; Adam keeps an fp32 copy of the weights
     "mixed": ModelStates(2, 2, 12),
     "mixed, fp32 gradients": ModelStates(2, 4, 12),  # they are added up in fp32
     "fp32": ModelStates(4, 4, 8),
@@ -68,6 +68,5 @@ def model_states(
         )
     # the stage that shards weights, gradients, optimizer state
     shares = [ranks if zero_stage >= first else 1 for first in (3, 2, 1)]
-    return ModelStates(
-        *(parameters * nbytes / share for nbytes, share in zip(PRECISIONS[precision], shares))
-    )
+    of_one = PRECISIONS[precision]
+    return ModelStates(*(parameters * nbytes / share for nbytes, share in zip(of_one, shares)))
