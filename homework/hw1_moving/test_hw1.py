@@ -102,22 +102,15 @@ RING_SHIFT = Exercise(
         steps(lambda case: 1, "one step", slack=lambda case: 2),
     ),
     least_received=x_if_not_alone,
-    misconceptions=(
-        *MESSAGES,
-        shifted_backwards,
-        CHANGES_ITS_INPUT,
-        unwritten_was_sent,
-    ),
+    misconceptions=(*MESSAGES, shifted_backwards, CHANGES_ITS_INPUT, unwritten_was_sent),
     hints=(
         "If every rank calls dist.send first, who receives? Start one of the two without waiting "
         "for it.",
         "dist.isend and dist.irecv return at once, with a work. Start both, then wait for both. "
         "Receive into a tensor of your own: torch.empty(x.shape, dtype=x.dtype).",
-        (
-            "The neighbours are (rank + 1) % n and (rank - 1) % n. Only the call that "
-            "comes first has to be asynchronous. What must you still call before you "
-            "return? And whom does a single rank send to?"
-        ),
+        "The neighbours are (rank + 1) % n and (rank - 1) % n. Only the call that "
+        "comes first has to be asynchronous. What must you still call before you "
+        "return? And whom does a single rank send to?",
     ),
     questions=(
         Question(
@@ -277,15 +270,10 @@ FLAT_BROADCAST = Exercise(
     misconceptions=(*MESSAGES, only_root_zero, CHANGES_ITS_INPUT, unwritten_was_sent),
     hints=(
         "What does the root do, and what do the others do? The two halves of an if.",
-        (
-            "The root loops over all ranks except itself and sends x. Every other rank receives "
-            "once, from the root."
-        ),
-        (
-            "Only the root may return a copy of its own x. What do the others receive "
-            "into, of which shape and dtype? A message must be contiguous, but x may be "
-            "transposed."
-        ),
+        "The root loops over all ranks except itself and sends x. Every other rank receives "
+        "once, from the root.",
+        "Only the root may return a copy of its own x. What do the others receive into, of which "
+        "shape and dtype? A message must be contiguous, but x may be transposed.",
     ),
     questions=(
         Question(
@@ -334,11 +322,9 @@ TREE_BROADCAST = Exercise(
         "You need it again only where you send.",
         "Let the distance be 1, 2, 4, … below n. In each step the positions below the distance "
         "have x. Position p sends to p + distance, if there is one.",
-        (
-            "So each position receives exactly once: position p does in the step with "
-            "distance ≤ p < 2 · distance. From which position? To turn positions back "
-            "into ranks, recall which rank has position 0."
-        ),
+        "So each position receives exactly once: position p does in the step with "
+        "distance ≤ p < 2 · distance. From which position? To turn positions back "
+        "into ranks, recall which rank has position 0.",
     ),
     questions=(
         Question(
@@ -497,15 +483,11 @@ SCATTER = Exercise(
     hints=(
         "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root only "
         "their shapes count.",
-        (
-            "The root sends chunk r to rank r, for every r except itself. Rank r receives into a "
-            "new tensor of the shape of its chunk."
-        ),
-        (
-            "The chunks are views of x. Which of them must be made contiguous before it "
-            "is sent, and which copied before it is returned? A chunk may have no rows at "
-            "all; its sender and its receiver both know that."
-        ),
+        "The root sends chunk r to rank r, for every r except itself. Rank r receives into a "
+        "new tensor of the shape of its chunk.",
+        "The chunks are views of x. Which of them must be made contiguous before it "
+        "is sent, and which copied before it is returned? A chunk may have no rows at "
+        "all; its sender and its receiver both know that.",
     ),
     questions=(
         Question(
@@ -658,15 +640,11 @@ GATHER = Exercise(
     ),
     hints=(
         "It is a scatter backwards: every arrow turns round.",
-        (
-            "Give each rank a place in a list on the root: parts[r] is for rank r, whenever it "
-            "arrives. The root's own x is parts[root]."
-        ),
-        (
-            "If the root names the source of each receive, it doesn't matter who is late. "
-            "Which function joins a list of tensors along dim 0? Every other rank makes "
-            "one call and returns None."
-        ),
+        "Give each rank a place in a list on the root: parts[r] is for rank r, whenever it "
+        "arrives. The root's own x is parts[root].",
+        "If the root names the source of each receive, it doesn't matter who is late. "
+        "Which function joins a list of tensors along dim 0? Every other rank makes "
+        "one call and returns None.",
     ),
     questions=(
         Question(

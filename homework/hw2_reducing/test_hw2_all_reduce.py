@@ -252,10 +252,8 @@ RING_ALL_REDUCE = Exercise(
         sum_for_mean,
         Misconception(
             "scaled",
-            (
-                "The mean is divided by n more than once, so it is too small: by every rank, or "
-                "before and after the all-gather."
-            ),
+            "The mean is divided by n more than once, so it is too small: by every rank, or "
+            "before and after the all-gather.",
             divided_too_often(flat_pieces),
         ),
         one_n_only,
@@ -267,10 +265,8 @@ RING_ALL_REDUCE = Exercise(
         remainder_dropped,
         Misconception(
             "works only if n divides the size",
-            (
-                "The code is right if n divides the number of elements, and only then: it takes "
-                "all chunks to be equally large."
-            ),
+            "The code is right if n divides the number of elements, and only then: it takes "
+            "all chunks to be equally large.",
             lambda trials: bool(failed(trials)) and all(map(not_divided, failed(trials))),
         ),
         chunks_of_rows,
@@ -286,12 +282,9 @@ RING_ALL_REDUCE = Exercise(
         "does the all-gather need?",
         "The chunks differ in size by one: cut the elements with torch.tensor_split(x.flatten(), "
         "n), and let both loops send and receive these chunks. Divide once, between the halves.",
-        (
-            "You have written both loops, as ring_reduce_scatter and ring_all_gather. The "
-            "second needs a change, because the chunks may differ in size: let it receive "
-            "into views of the result, which torch.tensor_split gives. Which chunk of the "
-            "result do you know already?"
-        ),
+        "You have written both loops, as ring_reduce_scatter and ring_all_gather. The second needs "
+        "a change, because the chunks may differ in size: let it receive into views of the result, "
+        "which torch.tensor_split gives. Which chunk of the result do you know already?",
     ),
     questions=(
         Question(
@@ -419,11 +412,8 @@ DOUBLING_ALL_REDUCE = Exercise(
         "Both partners send their sum and add what they receive, which needs a second tensor. For "
         "n = 3, rank 2 gives its x to rank 0 and waits; ranks 0 and 1 do the rest; rank 0 sends "
         "the result back.",
-        (
-            "The largest power of two in n is 1 << (n.bit_length() - 1). A rank at or "
-            "above it has two messages only, one before the loop and one after it. With "
-            "which rank are they, for any n?"
-        ),
+        "The largest power of two in n is 1 << (n.bit_length() - 1). A rank at or above it has two "
+        "messages only, one before the loop and one after it. With which rank are they, for any n?",
     ),
     questions=(
         Question(

@@ -7,14 +7,7 @@ import torch
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import same
-from parallel101.laboratory.grade.exercise import (
-    Case,
-    Draw,
-    Exercise,
-    Question,
-    Trial,
-    mistake,
-)
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Question, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
@@ -145,14 +138,10 @@ ALL_TO_ALL = Exercise(
     hints=(
         "Which row do you send to rank j? And into which row do you receive what comes from rank "
         "i?",
-        (
-            "In step s, send to rank + s and receive from rank − s, mod n: then in each step every "
-            "rank sends one row and receives one."
-        ),
-        (
-            "A new tensor holds what arrives. One row needs no message. In each step the "
-            "send must not wait, or all ranks would wait at once."
-        ),
+        "In step s, send to rank + s and receive from rank − s, mod n: then in each step every "
+        "rank sends one row and receives one.",
+        "A new tensor holds what arrives. One row needs no message. In each step the "
+        "send must not wait, or all ranks would wait at once.",
     ),
     questions=(
         Question(

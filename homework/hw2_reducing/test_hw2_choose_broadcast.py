@@ -213,22 +213,15 @@ CHOOSE_BROADCAST = Exercise(
         Check("steps", "it takes at most 5 % longer than the best choice", too_slow),
     ),
     least_received=lambda case: [0] + [case.facts["nbytes"]] * (case.world_size - 1),
-    misconceptions=(
-        always_the_same,
-        bits_for_bytes,
-        other_segments,
-        by_size_alone,
-    ),
+    misconceptions=(always_the_same, bits_for_bytes, other_segments, by_size_alone),
     hints=(
         "What does each of the three cost: how many times the latency, and how many bytes over one "
         "link? You can write down all three from lesson 02's table.",
         "Two of them have a fixed cost, steps · latency + bytes / bandwidth. The time of the chain "
         "depends on m: first find the best m, as in lesson 02.",
-        (
-            "With m segments, the chain takes (n − 2 + m) · (latency + nbytes / m / "
-            "bandwidth). Multiply it out: one term grows with m, another shrinks. For "
-            "which m is their sum least? m must be a whole number."
-        ),
+        "With m segments, the chain takes (n − 2 + m) · (latency + nbytes / m / "
+        "bandwidth). Multiply it out: one term grows with m, another shrinks. For "
+        "which m is their sum least? m must be a whole number.",
     ),
     questions=(
         Question(

@@ -120,10 +120,8 @@ REDUCE = Exercise(
         only_where_none_is_due,
         Misconception(
             "mean divides on every rank",
-            (
-                "More than one rank divides by n, so some of the data is divided by n twice or "
-                "more: the result is too small."
-            ),
+            "More than one rank divides by n, so some of the data is divided by n twice or "
+            "more: the result is too small.",
             divided_too_often(root_pieces),
         ),
         sum_for_mean,
@@ -135,15 +133,11 @@ REDUCE = Exercise(
     hints=(
         "It is a gather with an addition in place of each copy. Where is the one place at which "
         "the mean can be divided?",
-        (
-            "The root adds what it receives to a clone of its own x: x itself must stay as it is. "
-            "It divides once, at the end."
-        ),
-        (
-            "Every other rank makes one call. The root makes n − 1, and has two tensors "
-            "of its own: the total, and one to receive into, which it can use again and "
-            "again. When is the total complete, and so when may it be divided?"
-        ),
+        "The root adds what it receives to a clone of its own x: x itself must stay as it is. "
+        "It divides once, at the end.",
+        "Every other rank makes one call. The root makes n − 1, and has two tensors "
+        "of its own: the total, and one to receive into, which it can use again and "
+        "again. When is the total complete, and so when may it be divided?",
     ),
     questions=(
         Question(

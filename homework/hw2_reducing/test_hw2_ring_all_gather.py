@@ -7,14 +7,7 @@ import torch
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import origins
-from parallel101.laboratory.grade.exercise import (
-    Case,
-    Draw,
-    Exercise,
-    Question,
-    Trial,
-    mistake,
-)
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Question, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
@@ -205,15 +198,11 @@ RING_ALL_GATHER = Exercise(
     hints=(
         "In step 0 you send your own x. What do you send in step 1? Whose x arrives in step 0, and "
         "whose in step 1?",
-        (
-            "In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, "
-            "all mod n. Keep a list of n blocks."
-        ),
-        (
-            "Each block that arrives needs a tensor of its own. In each step, start the "
-            "send and don't wait for it before you have received. Every rank gets the "
-            "blocks in another order: where does each belong in the result?"
-        ),
+        "In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, "
+        "all mod n. Keep a list of n blocks.",
+        "Each block that arrives needs a tensor of its own. In each step, start the "
+        "send and don't wait for it before you have received. Every rank gets the "
+        "blocks in another order: where does each belong in the result?",
     ),
     questions=(
         Question(

@@ -15,14 +15,7 @@ from parallel101.laboratory.exercises.sums import (
     whole_round_ring,
 )
 from parallel101.laboratory.grade.compared_values import same
-from parallel101.laboratory.grade.exercise import (
-    Case,
-    Draw,
-    Exercise,
-    Question,
-    Trial,
-    mistake,
-)
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Question, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
@@ -165,11 +158,9 @@ RING_REDUCE_SCATTER = Exercise(
         "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step 1 "
         "rank r sends its part of chunk r − 1. In each step it adds its own part to what has "
         "arrived, and sends that on in the next step.",
-        (
-            "A rank has one partial sum, and one tensor for what arrives. Chunks may "
-            "differ in size: in step s it is chunk r − s − 1 that arrives. Which chunk "
-            "does a rank begin with, and which one does it have at the end?"
-        ),
+        "A rank has one partial sum, and one tensor for what arrives. Chunks may "
+        "differ in size: in step s it is chunk r − s − 1 that arrives. Which chunk "
+        "does a rank begin with, and which one does it have at the end?",
     ),
     questions=(
         Question(

@@ -236,11 +236,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         value("every rank returns the sum", keeps="x"),
         bytes_sent(all_bytes, "no rank sends more than 2·(k − 1)·S/k + 2·(N − 1)/N·S/k"),
         Check("bytes", "every rail carries the same, 2·(N − 1)/N·S/k", rail_too_busy),
-        steps(
-            fewest,
-            "2·(k − 1) + 2·(N − 1) steps",
-            slack=lambda case: fewest(case) / 2,
-        ),
+        steps(fewest, "2·(k − 1) + 2·(N − 1) steps", slack=lambda case: fewest(case) / 2),
     ),
     least_received=x_each,
     misconceptions=(

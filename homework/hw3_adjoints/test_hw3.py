@@ -315,10 +315,8 @@ def none_returned(trials: Sequence[Trial]) -> bool:
 
 ALL_REDUCE_EVERYWHERE = Misconception(
     "all-reduce as the adjoint of everything",
-    (
-        "The gradients of all ranks are summed on every rank, with an all-reduce. Only the adjoint "
-        "of an all-reduce is an all-reduce."
-    ),
+    "The gradients of all ranks are summed on every rank, with an all-reduce. Only the adjoint "
+    "of an all-reduce is an all-reduce.",
     lambda trials: (
         any(is_sum(trial, found) for trial, _, found, _ in gradients(trials))
         or costs_an_all_reduce(trials)
@@ -332,18 +330,14 @@ ALL_REDUCE_THEN_SLICE = Misconception(
 )
 SLICE_WITHOUT_SUM = Misconception(
     "slice of the gradient without the sum",
-    (
-        "Each rank keeps its block of its own g. But x went to all ranks, and each of them has its "
-        "own loss: their parts are missing."
-    ),
+    "Each rank keeps its block of its own g. But x went to all ranks, and each of them has its "
+    "own loss: their parts are missing.",
     own_only,
 )
 OWN_ONLY = Misconception(
     "gradient without the other ranks",
-    (
-        "Each rank uses its own g alone. The x of one rank goes into the y of other ranks, so "
-        "their g belong to its gradient."
-    ),
+    "Each rank uses its own g alone. The x of one rank goes into the y of other ranks, so "
+    "their g belong to its gradient.",
     own_only,
 )
 N_TIMES = Misconception(
@@ -354,10 +348,8 @@ N_TIMES = Misconception(
 )
 MEAN_FOR_SUM = Misconception(
     "mean for sum",
-    (
-        "The gradient is divided by n. The loss is the sum of the ranks' losses, so gradients are "
-        "added, and nothing is averaged."
-    ),
+    "The gradient is divided by n. The loss is the sum of the ranks' losses, so gradients are "
+    "added, and nothing is averaged.",
     off_by(lambda n: 1 / n),
 )
 ROOT_ZERO = Misconception(
@@ -392,10 +384,8 @@ def exercise(
         checks=(
             Check(
                 "value",
-                (
-                    "⟨Fx, g⟩ = ⟨x, F*g⟩: every rank returns the gradient of its x, and changes "
-                    "neither x nor g"
-                ),
+                "⟨Fx, g⟩ = ⟨x, F*g⟩: every rank returns the gradient of its x, and changes "
+                "neither x nor g",
                 not_adjoint,
             ),
             Check("bytes", SAYS[F], too_many_bytes),
@@ -416,10 +406,8 @@ def exercise(
         questions=(
             Question(
                 "total",
-                (
-                    f"4 ranks run the backward of {name}. The largest tensor has S = 256 bytes. "
-                    "How many bytes do the ranks send in total?"
-                ),
+                f"4 ranks run the backward of {name}. The largest tensor has S = 256 bytes. "
+                "How many bytes do the ranks send in total?",
                 lambda: case_of(F, Draw("question"), n=4, root=1, k=1),
                 total,
                 "bytes",
@@ -437,15 +425,10 @@ EXERCISES = [
         (
             "Write y₀ = x, y₁ = x, y₂ = x for the root's x. What does a small change of x do to "
             "each y, and so to each loss?",
-            (
-                "The root's x is used n times. Its gradient is the sum of the gradients of its "
-                "uses. The x of the others is used nowhere."
-            ),
-            (
-                "Every rank's g is added up on one rank. Which collective does that? It "
-                "writes into its argument, so give it a copy of g. And what do the other "
-                "ranks return?"
-            ),
+            "The root's x is used n times. Its gradient is the sum of the gradients of its "
+            "uses. The x of the others is used nowhere.",
+            "Every rank's g is added up on one rank. Which collective does that? It writes into "
+            "its argument, so give it a copy of g. And what do the other ranks return?",
         ),
         ALL_REDUCE_EVERYWHERE,
         not_where_unused,
@@ -455,14 +438,10 @@ EXERCISES = [
         reduce,
         (
             "y = x₀ + x₁ + x₂. By how much does y change if x₁ changes by ε?",
-            (
-                "The derivative of y by each x is 1. So the gradient of each x is the g that the "
-                "root has."
-            ),
-            (
-                "Only the root has g, and every rank needs it. Which collective does that? "
-                "Don't let it write into the g that you were given."
-            ),
+            "The derivative of y by each x is 1. So the gradient of each x is the g that the "
+            "root has.",
+            "Only the root has g, and every rank needs it. Which collective does that? "
+            "Don't let it write into the g that you were given.",
         ),
     ),
     exercise(
@@ -471,11 +450,8 @@ EXERCISES = [
         (
             "Which y does block r of the root's x go into?",
             "Block r of x is used once, by rank r. So block r of the gradient is rank r's g.",
-            (
-                "Each rank has one block of the gradient, and the root needs them all, in the "
-                "order of the ranks. Which collective does that? What is left for the other "
-                "ranks to return?"
-            ),
+            "Each rank has one block of the gradient, and the root needs them all, in the order of "
+            "the ranks. Which collective does that? What is left for the other ranks to return?",
         ),
     ),
     exercise(
@@ -484,10 +460,8 @@ EXERCISES = [
         (
             "Where in the root's y is this rank's x?",
             "x of rank r is block r of y. So its gradient is block r of the root's g.",
-            (
-                "The root has all blocks of the gradient, and each rank needs its own. Which "
-                "collective hands them out?"
-            ),
+            "The root has all blocks of the gradient, and each rank needs its own. Which "
+            "collective hands them out?",
         ),
     ),
     exercise(
@@ -496,10 +470,8 @@ EXERCISES = [
         (
             "Rank 1's x is a block of every rank's y. How many losses depend on it?",
             "All n. The gradient of rank r's x is the sum over the ranks of block r of their g.",
-            (
-                "Rank r needs block r of the sum of all g, and nothing else of that sum. "
-                "Which collective computes a sum and leaves one block of it on each rank?"
-            ),
+            "Rank r needs block r of the sum of all g, and nothing else of that sum. "
+            "Which collective computes a sum and leaves one block of it on each rank?",
         ),
         SLICE_WITHOUT_SUM,
         ALL_REDUCE_THEN_SLICE,
@@ -509,10 +481,8 @@ EXERCISES = [
         reduce_scatter,
         (
             "Block j of this rank's x goes into one y. Whose?",
-            (
-                "Block j is a term of the sum that rank j gets. The derivative is 1, so its "
-                "gradient is rank j's g."
-            ),
+            "Block j is a term of the sum that rank j gets. The derivative is 1, so its "
+            "gradient is rank j's g.",
             ("Every rank needs the g of all ranks, in their order. Which collective does that?"),
         ),
     ),
@@ -522,10 +492,8 @@ EXERCISES = [
         (
             "Rank 1's x is a term of every rank's y. How many losses depend on it?",
             "All n, each with derivative 1. So the gradient of x is the sum of the g of all ranks.",
-            (
-                "Every rank needs the sum of all g. You know the collective well. It writes "
-                "into its argument, so give it a copy of g."
-            ),
+            "Every rank needs the sum of all g. You know the collective well. It writes "
+            "into its argument, so give it a copy of g.",
         ),
     ),
     exercise(
@@ -534,10 +502,8 @@ EXERCISES = [
         (
             "Block j of rank i's x becomes block i of rank j's y. Where is its gradient?",
             "In block i of rank j's g. So it has to go back from rank j to rank i.",
-            (
-                "Write down from where to where each block goes, first in forward and then in "
-                "backward. What do the two lists have in common?"
-            ),
+            "Write down from where to where each block goes, first in forward and then in "
+            "backward. What do the two lists have in common?",
         ),
     ),
 ]

@@ -48,11 +48,7 @@ def with_halos(xs: Tensors, width: int, wrap: bool = False, other_edge: bool = F
         after = right[len(right) - width :] if other_edge else right[:width]
         result.append(
             torch.cat(
-                [
-                    before if wrap or rank > 0 else zeros,
-                    x,
-                    after if wrap or rank < n - 1 else zeros,
-                ]
+                [before if wrap or rank > 0 else zeros, x, after if wrap or rank < n - 1 else zeros]
             )
         )
     return result
@@ -198,34 +194,26 @@ EXERCISES = [
             AUTOGRAD_NOT_TOLD,
             Misconception(
                 "halo gradient dropped",
-                (
-                    "Each rank keeps the gradient of its own rows in its own y. Its edges were "
-                    "also used by its neighbours, whose parts are missing."
-                ),
+                "Each rank keeps the gradient of its own rows in its own y. Its edges were "
+                "also used by its neighbours, whose parts are missing.",
                 gives("dropped"),
             ),
             Misconception(
                 "halo gradient overwrites",
-                (
-                    "The gradient that comes from a neighbour replaces the rank's own. The rows "
-                    "at the edge were used on both ranks."
-                ),
+                "The gradient that comes from a neighbour replaces the rank's own. The rows "
+                "at the edge were used on both ranks.",
                 gives("overwritten"),
             ),
             Misconception(
                 "boundary wrapped",
-                (
-                    "Rank 0 gets rows of the last rank, or the other way round. Beyond both ends "
-                    "of the whole tensor there are only zeros."
-                ),
+                "Rank 0 gets rows of the last rank, or the other way round. Beyond both ends "
+                "of the whole tensor there are only zeros.",
                 gives("wrapped"),
             ),
             Misconception(
                 "other edge sent",
-                (
-                    "A rank gets the far edge of its neighbour's block. The rows next to its own "
-                    "are at the near edge."
-                ),
+                "A rank gets the far edge of its neighbour's block. The rows next to its own "
+                "are at the near edge.",
                 gives("other edge"),
             ),
             not_refused,
@@ -234,26 +222,19 @@ EXERCISES = [
         hints=(
             "Draw two neighbours. Which rows does each send to the other in forward? How often is "
             "such a row used, and on which ranks?",
-            (
-                "A row at an edge has two gradients: one in its owner's g, and one in the halo of "
-                "a neighbour's g. The other rows have one. The halos of zeros belong to nobody. "
-                "Blocks that are too short can be found from sizes, which every rank knows."
-            ),
-            (
-                "Write one function that sends one tensor to the left neighbour and one to the "
-                "right, and receives as many rows from each; without a neighbour it returns "
-                "zeros. Forward gives it the two edges of x, and backward the two halos of g. "
-                "What comes back is put beside x in forward. In backward, it belongs to rows that "
-                "already have a gradient."
-            ),
+            "A row at an edge has two gradients: one in its owner's g, and one in the halo of "
+            "a neighbour's g. The other rows have one. The halos of zeros belong to nobody. "
+            "Blocks that are too short can be found from sizes, which every rank knows.",
+            "Write one function that sends one tensor to the left neighbour and one to the right, "
+            "and receives as many rows from each; without a neighbour it returns zeros. Forward "
+            "gives it the two edges of x, and backward the two halos of g. What comes back is put "
+            "beside x in forward. In backward, it belongs to rows that already have a gradient.",
         ),
         questions=(
             Question(
                 "total",
-                (
-                    "4 ranks have 4, 3, 5 and 4 rows of 5 float64 numbers. The halos are 2 rows "
-                    "wide. How many bytes do the ranks send in total, forward and backward?"
-                ),
+                "4 ranks have 4, 3, 5 and 4 rows of 5 float64 numbers. The halos are 2 rows "
+                "wide. How many bytes do the ranks send in total, forward and backward?",
                 asked,
                 total,
                 "bytes",

@@ -113,10 +113,8 @@ EXERCISES = [
             AUTOGRAD_NOT_TOLD,
             Misconception(
                 "shifted the same way in backward",
-                (
-                    "The gradients move in the same direction as the data did, so a rank gets "
-                    "gradients of elements that it does not hold."
-                ),
+                "The gradients move in the same direction as the data did, so a rank gets "
+                "gradients of elements that it does not hold.",
                 gives("same way"),
             ),
             Misconception(
@@ -126,51 +124,39 @@ EXERCISES = [
             ),
             Misconception(
                 "shifted within the block",
-                (
-                    "Each rank shifts its own block round. The entries that leave a block belong "
-                    "to the next rank."
-                ),
+                "Each rank shifts its own block round. The entries that leave a block belong "
+                "to the next rank.",
                 gives("within"),
             ),
             Misconception(
                 "gradient of what was sent dropped",
-                (
-                    "The entries that a rank sent away get no gradient. They were used too, on "
-                    "the next rank."
-                ),
+                "The entries that a rank sent away get no gradient. They were used too, on "
+                "the next rank.",
                 gives("dropped"),
             ),
             Misconception(
                 "ends not joined",
-                (
-                    "The last rank's entries go nowhere, and rank 0 begins with zeros. The whole "
-                    "tensor is shifted round: its end follows its beginning."
-                ),
+                "The last rank's entries go nowhere, and rank 0 begins with zeros. The whole "
+                "tensor is shifted round: its end follows its beginning.",
                 gives("not joined"),
             ),
         ),
         hints=(
             "Draw the whole tensor of two ranks, and shift it by one. Which entries of a rank "
             "leave its block, and which place do they get in the next one?",
-            (
-                "Forward: the last k entries go to the next rank, and are first there. x.narrow("
-                "dim, start, k) cuts them out; a message needs them contiguous. Backward: which "
-                "rank now has the gradients of those entries, and at which place?"
-            ),
-            (
-                "One function can do both: it sends the k entries at one end to one neighbour, and "
-                "receives k from the other. Forward and backward call it with ends and "
-                "neighbours exchanged. What remains is torch.cat, in the right order. Neither may "
-                "return its argument, also not on one rank."
-            ),
+            "Forward: the last k entries go to the next rank, and are first there. x.narrow("
+            "dim, start, k) cuts them out; a message needs them contiguous. Backward: which "
+            "rank now has the gradients of those entries, and at which place?",
+            "One function can do both: it sends the k entries at one end to one neighbour, and "
+            "receives k from the other. Forward and backward call it with ends and "
+            "neighbours exchanged. What remains is torch.cat, in the right order. Neither may "
+            "return its argument, also not on one rank.",
         ),
         questions=(
             Question(
                 "total",
-                (
-                    "4 ranks hold 6 × 4 float64 numbers each. They shift by 2 along dim 0, "
-                    "forward and backward. How many bytes do the ranks send in total?"
-                ),
+                "4 ranks hold 6 × 4 float64 numbers each. They shift by 2 along dim 0, "
+                "forward and backward. How many bytes do the ranks send in total?",
                 asked,
                 total,
                 "bytes",

@@ -162,62 +162,48 @@ EXERCISES = [
             other_order,
             Misconception(
                 "slice of the gradient without the sum",
-                (
-                    "Each rank keeps its block of its own g. But x went to all ranks, and each of "
-                    "them has its own loss: their parts are missing."
-                ),
+                "Each rank keeps its block of its own g. But x went to all ranks, and each of "
+                "them has its own loss: their parts are missing.",
                 gives("own"),
             ),
             Misconception(
                 "mean for sum",
-                (
-                    "The gradient is divided by n. The loss is the sum of the ranks' losses, so "
-                    "gradients are added, and nothing is averaged."
-                ),
+                "The gradient is divided by n. The loss is the sum of the ranks' losses, so "
+                "gradients are added, and nothing is averaged.",
                 gives("mean"),
             ),
             Misconception(
                 "gradient n times too large",
-                (
-                    "The gradient is n times the right one: it is multiplied by n, or added up "
-                    "once too often."
-                ),
+                "The gradient is n times the right one: it is multiplied by n, or added up "
+                "once too often.",
                 gives("n times"),
             ),
             only_equal_blocks,
             sends_padding,
             Misconception(
                 "all-reduce then slice",
-                (
-                    "The gradients are summed whole on every rank, and then each rank keeps one "
-                    "block. The values are right, but each rank receives blocks that it throws "
-                    "away: twice the bytes."
-                ),
+                "The gradients are summed whole on every rank, and then each rank keeps one "
+                "block. The values are right, but each rank receives blocks that it throws "
+                "away: twice the bytes.",
                 costs(3),
             ),
         ),
         hints=(
             "All ranks know sizes. So a rank knows, without any message, how large each block is "
             "that it will receive, and which rows of y it fills.",
-            (
-                "torch.empty(sum(sizes), …).split(sizes) gives views of y, one for each block: "
-                "receive into them. In backward, rank r needs rows from every rank's g. Which "
-                "rows, and what does it do with them?"
-            ),
-            (
-                "Two loops over the other ranks suffice. Forward: send x to each, and receive "
-                "each block into its view. Backward: send each rank the rows of g that belong to "
-                "its block, and collect theirs for yours. Start all messages before you wait for "
-                "any. A message may have 0 rows, or you leave it out on both sides."
-            ),
+            "torch.empty(sum(sizes), …).split(sizes) gives views of y, one for each block: "
+            "receive into them. In backward, rank r needs rows from every rank's g. Which "
+            "rows, and what does it do with them?",
+            "Two loops over the other ranks suffice. Forward: send x to each, and receive "
+            "each block into its view. Backward: send each rank the rows of g that belong to "
+            "its block, and collect theirs for yours. Start all messages before you wait for "
+            "any. A message may have 0 rows, or you leave it out on both sides.",
         ),
         questions=(
             Question(
                 "total",
-                (
-                    "4 ranks have 3, 0, 2 and 1 rows of 4 float64 numbers. How many bytes do the "
-                    "ranks send in total, forward and backward?"
-                ),
+                "4 ranks have 3, 0, 2 and 1 rows of 4 float64 numbers. How many bytes do the "
+                "ranks send in total, forward and backward?",
                 asked,
                 total,
                 "bytes",

@@ -175,9 +175,8 @@ def under_the_cap() -> Check:
 
 @mistake(
     "order that differs between ranks",
-    "Each rank fills its buckets in its own order. An all-reduce adds what is at the same "
-    "place, so different gradients are added to each other, or buckets of different sizes "
-    "meet.",
+    "Each rank fills its buckets in its own order. An all-reduce adds what is at the same place, "
+    "so different gradients are added to each other, or buckets of different sizes meet.",
 )
 def own_order(trials: Sequence[Trial]) -> bool:
     """Check whether results are wrong only if the ranks' orders differ.
@@ -262,10 +261,8 @@ def dict_times_n(trials: Sequence[Trial]) -> bool:
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)
 ABOVE_THE_CAP = Misconception(
     "bucket above its cap",
-    (
-        "A bucket holds more than the cap: it is closed when the gradient that no longer fits is "
-        "already in it, or never before the end."
-    ),
+    "A bucket holds more than the cap: it is closed when the gradient that no longer fits is "
+    "already in it, or never before the end.",
     lambda trials: (
         all(map(right, trials))
         and any(
@@ -322,11 +319,9 @@ EXERCISES = [
             "Go through the sorted names. Keep a list of the names in the open bucket, and its "
             "bytes. If the next gradient doesn't fit, all-reduce the bucket and open a new one. "
             "What is still open at the end?",
-            (
-                "torch.cat joins the flattened gradients of a bucket, split cuts the sum "
-                "apart again, and view_as gives each piece its shape. All of that happens in "
-                "two places: where a bucket is full, and in one more."
-            ),
+            "torch.cat joins the flattened gradients of a bucket, split cuts the sum "
+            "apart again, and view_as gives each piece its shape. All of that happens in "
+            "two places: where a bucket is full, and in one more.",
         ),
         questions=(
             Question(
@@ -346,5 +341,5 @@ EXERCISES = [
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

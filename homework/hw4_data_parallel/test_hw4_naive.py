@@ -118,9 +118,8 @@ bytes_check = bytes_sent(
 
 @mistake(
     "tied weights reduced twice",
-    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It "
-    "is one tensor: the second all-reduce adds up sums, or at least sends the same bytes "
-    "again.",
+    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It is "
+    "one tensor: the second all-reduce adds up sums, or at least sends the same bytes again.",
 )
 def tied_twice(trials: Sequence[Trial]) -> bool:
     """Check whether only tied weights are wrong, or their bytes were sent once more."""
@@ -187,12 +186,10 @@ EXERCISES = [
             "first step, and what before each step?",
             "Broadcast rank 0's parameters. After backward(), all-reduce each p.grad: that adds. "
             "The mean over all samples is Σ (sum of a rank's losses) / (samples of all ranks).",
-            (
-                "dist.all_reduce adds. So scale each rank's loss before backward(), such that "
-                "the sum of the ranks' gradients is already the right one. What must it be "
-                "scaled by, if one rank has 3 samples and another 5? Take care that a tied "
-                "parameter isn't added up twice."
-            ),
+            "dist.all_reduce adds. So scale each rank's loss before backward(), such that "
+            "the sum of the ranks' gradients is already the right one. What must it be "
+            "scaled by, if one rank has 3 samples and another 5? Take care that a tied "
+            "parameter isn't added up twice.",
         ),
         questions=(
             Question(
@@ -205,5 +202,5 @@ EXERCISES = [
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

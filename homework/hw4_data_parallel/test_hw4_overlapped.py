@@ -279,9 +279,8 @@ def not_averaged(trials: Sequence[Trial]) -> bool:
 
 @mistake(
     "sum for mean",
-    "The gradients are summed over the microbatches and over the ranks. Each belongs to a "
-    "mean over one microbatch, so the sum is too large by the number of microbatches on all "
-    "ranks.",
+    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean "
+    "over one microbatch, so the sum is too large by the number of microbatches on all ranks.",
 )
 def summed_twice(trials: Sequence[Trial]) -> bool:
     return scaled(trials, lambda trial: trial.world_size * trial.case.facts["microbatches"])
@@ -332,24 +331,20 @@ EXERCISES = [
             "Register one hook for each parameter, once. In the last microbatch the hook starts "
             "dist.all_reduce(p.grad, async_op=True) and keeps the work that this returns. All "
             "works are waited for just before optimizer.step().",
-            (
-                "The hook runs in every microbatch, but it may start an all-reduce only in "
-                "the last one. How does it know? A microbatch's loss is divided by two "
-                "numbers before backward(). Forget the old works before the next step."
-            ),
+            "The hook runs in every microbatch, but it may start an all-reduce only in "
+            "the last one. How does it know? A microbatch's loss is divided by two "
+            "numbers before backward(). Forget the old works before the next step.",
         ),
         questions=(
             Question(
                 "seconds",
-                (
-                    "Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on "
-                    "two ranks 1 s. How long does a step take?"
-                ),
+                "Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on "
+                "two ranks 1 s. How long does a step take?",
                 lambda: overlap_case(Draw("question"), 2, 1, steps=1),
                 lambda trial: trial.trace.makespan,
                 "seconds",
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

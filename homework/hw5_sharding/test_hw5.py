@@ -438,10 +438,8 @@ def gathered_first(trials: Sequence[Trial]) -> bool:
 
 WHOLE_OPTIMIZER = Misconception(
     "whole optimizer on each rank",
-    (
-        "Every rank's optimizer gets all parameters, so each rank holds the state of the whole "
-        "model: n copies of it instead of one."
-    ),
+    "Every rank's optimizer gets all parameters, so each rank holds the state of the whole "
+    "model: n copies of it instead of one.",
     whole_optimizer,
 )
 SUM_FOR_MEAN = Misconception(
@@ -452,18 +450,14 @@ SUM_FOR_MEAN = Misconception(
 )
 ALL_REDUCED = Misconception(
     "gradients all-reduced",
-    (
-        "Every rank gets the whole sum of the gradients, although it needs only its piece of it. "
-        "That is half an all-reduce too much."
-    ),
+    "Every rank gets the whole sum of the gradients, although it needs only its piece of it. "
+    "That is half an all-reduce too much.",
     all_reduced(2),
 )
 ALL_GRADIENTS = Misconception(
     "all gradients held at once",
-    (
-        "Whole gradients stay in memory until backward has ended, so at that moment a rank holds "
-        "all of them: that is ZeRO-1."
-    ),
+    "Whole gradients stay in memory until backward has ended, so at that moment a rank holds "
+    "all of them: that is ZeRO-1.",
     lambda trials: peak_of(trials, 0.9),
 )
 DISGUISED = Misconception(
@@ -529,13 +523,10 @@ EXERCISES = [
             "Give make_optimizer an nn.Parameter for each piece. After backward: reduce-scatter "
             "each padded gradient into the piece's grad, divided by n; clip; step; all-gather the "
             "pieces into the parameters.",
-            (
-                "F.pad fills a flat gradient up to a multiple of n. "
-                "dist.reduce_scatter_single and dist.all_gather_single take whole flat "
-                "tensors. The norm is that of the whole model, and each rank has the squares "
-                "of its own pieces. What do you add up over the ranks before you take the "
-                "root?"
-            ),
+            "F.pad fills a flat gradient up to a multiple of n. dist.reduce_scatter_single and "
+            "dist.all_gather_single take whole flat tensors. The norm is that of the whole model, "
+            "and each rank has the squares of its own pieces. What do you add up over the ranks "
+            "before you take the root?",
         ),
         weights={"value": 0.2, "bytes": 0.3, "memory": 0.5},
         questions=(
@@ -555,15 +546,10 @@ EXERCISES = [
         "ZeRO-2",
         (
             "When can a whole gradient be freed? Not at the end of backward, but much earlier.",
-            (
-                "Register one hook for each parameter. It reduce-scatters p.grad into its piece's "
-                "grad, and sets p.grad to None."
-            ),
-            (
-                "All the rest is train_zero1, without its loop of reduce-scatters. Register "
-                "the hooks before the first step: what would happen if each step registered "
-                "them again?"
-            ),
+            "Register one hook for each parameter. It reduce-scatters p.grad into its piece's "
+            "grad, and sets p.grad to None.",
+            "All the rest is train_zero1, without its loop of reduce-scatters. Register the hooks "
+            "before the first step: what would happen if each step registered them again?",
         ),
         checks=(replace(gradients_are_freed(), weight=4.0),),
         weights={"value": 0.15, "bytes": 0.15, "memory": 0.7},
@@ -611,19 +597,15 @@ EXERCISES = [
             "An autograd.Function that all-gathers a piece forward, and reduce-scatters the "
             "gradient backward. Run each layer under torch.utils.checkpoint, with the gathers "
             "inside: then only x is kept, and backward gathers again.",
-            (
-                "torch.func.functional_call runs a layer with other weights than its own: the "
-                "gathered ones, by name. What would torch.utils.checkpoint keep if you "
-                "gathered them outside of the function that it runs?"
-            ),
+            "torch.func.functional_call runs a layer with other weights than its own: the "
+            "gathered ones, by name. What would torch.utils.checkpoint keep if you "
+            "gathered them outside of the function that it runs?",
         ),
         questions=(
             Question(
                 "sent",
-                (
-                    f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send "
-                    f"in {STEPS} steps?"
-                ),
+                f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send "
+                f"in {STEPS} steps?",
                 lambda: sharded_case(Draw("question"), 2, False, in_pieces=True),
                 lambda trial: max(communicated(trial)),
                 "bytes",

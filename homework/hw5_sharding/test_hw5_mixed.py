@@ -364,10 +364,8 @@ EXERCISES = [
             whole_masters,
             Misconception(
                 "master weights updated from rounded ones",
-                (
-                    "Before each step, the optimizer's weights are the model's rounded weights, "
-                    "only in a larger dtype. Small updates were lost in the rounding."
-                ),
+                "Before each step, the optimizer's weights are the model's rounded weights, "
+                "only in a larger dtype. Small updates were lost in the rounding.",
                 always_rounded,
             ),
             begins_rounded,
@@ -396,5 +394,5 @@ EXERCISES = [
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

@@ -465,5 +465,5 @@ EXERCISES = [
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

@@ -135,19 +135,15 @@ PARALLEL_ATTENTION = Exercise(
         "and values, needs no message to attend.",
         "It is the same pair as the MLP: qkv is cut by its outputs, at the borders of heads, and "
         "out by its inputs. Cut each third of qkv alike.",
-        (
-            "qkv.chunk(3) gives all queries, all keys and all values. Each of the three "
-            "has whole heads in order. attention(…) works on your part as it is, with "
-            "fewer heads. Along which dim of out do the heads lie?"
-        ),
+        "qkv.chunk(3) gives all queries, all keys and all values. Each of the three "
+        "has whole heads in order. attention(…) works on your part as it is, with "
+        "fewer heads. Along which dim of out do the heads lie?",
     ),
     questions=(
         Question(
             "sent",
-            (
-                "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does "
-                "each rank send in backward?"
-            ),
+            "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does "
+            "each rank send in backward?",
             lambda: attention_case(Draw("question"), 4, 3, 8, 2),
             lambda trial: sent_in(trial, "backward"),
             "bytes",

@@ -140,10 +140,8 @@ COLUMN_LAYER = Exercise(
         ),
         Misconception(
             "mean for sum",
-            (
-                "The gradient is divided by n. The loss is the sum of the ranks' losses, so their "
-                "gradients are added."
-            ),
+            "The gradient is divided by n. The loss is the sum of the ranks' losses, so their "
+            "gradients are added.",
             gives(1, "mean"),
         ),
         Misconception(
@@ -159,19 +157,15 @@ COLUMN_LAYER = Exercise(
         "can do all of it but the all-gather.",
         "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is the "
         "adjoint of an all-gather; see lesson 03.",
-        (
-            "The ranks' g differ, so block r of the gradient is a sum over all ranks, and "
-            "only rank r needs it. Which collective does that? Its blocks must be "
-            "contiguous, and yours are blocks of columns."
-        ),
+        "The ranks' g differ, so block r of the gradient is a sum over all ranks, and "
+        "only rank r needs it. Which collective does that? Its blocks must be "
+        "contiguous, and yours are blocks of columns.",
     ),
     questions=(
         Question(
             "sent",
-            (
-                "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does "
-                "each rank send in backward?"
-            ),
+            "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does "
+            "each rank send in backward?",
             lambda: next(
                 case
                 for seed in range(1000)

@@ -152,10 +152,8 @@ PARALLEL_MLP = Exercise(
         WHOLE_ON_EVERY_RANK,
         Misconception(
             "GELU on partial sums",
-            (
-                "GELU is applied before the sum over the ranks is complete. GELU of a sum is not "
-                "the sum of the GELUs."
-            ),
+            "GELU is applied before the sum over the ranks is complete. GELU of a sum is not "
+            "the sum of the GELUs.",
             gives_one_of(0, "gelu of partial sums"),
         ),
         same_shards,
@@ -170,19 +168,15 @@ PARALLEL_MLP = Exercise(
         "Two autograd functions: one copies x into the ranks' work (its backward is an "
         "all-reduce), the other sums the partial outputs (its backward passes the gradient on). "
         "Add b2 after the sum.",
-        (
-            "Draw the whole matrices on every rank and keep this rank's block: rows of w1 "
-            "and b1, but columns of w2. In forward, each of your two functions is used "
-            "once. Which comes before the first layer, and which after the second?"
-        ),
+        "Draw the whole matrices on every rank and keep this rank's block: rows of w1 "
+        "and b1, but columns of w2. In forward, each of your two functions is used "
+        "once. Which comes before the first layer, and which after the second?",
     ),
     questions=(
         Question(
             "sent",
-            (
-                "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many "
-                "bytes does each rank send in forward?"
-            ),
+            "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many "
+            "bytes does each rank send in forward?",
             lambda: mlp_case(Draw("question"), 4, 5, 8, 32),
             lambda trial: sent_in(trial, "forward"),
             "bytes",

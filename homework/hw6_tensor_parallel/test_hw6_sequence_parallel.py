@@ -184,28 +184,22 @@ SEQUENCE_PARALLEL = Exercise(
         ),
         Misconception(
             "bias's gradient never reduced",
-            (
-                "b2 is added to this rank's positions alone, so its gradient on this rank is a "
-                "part. The parts of all ranks must be added."
-            ),
+            "b2 is added to this rank's positions alone, so its gradient on this rank is a "
+            "part. The parts of all ranks must be added.",
             lambda trials: gives(4, "parts of db2")(trials) and parts_right(trials, 0),
         ),
         Misconception(
             "mean for sum",
-            (
-                "A gradient is divided by n. The loss is the sum over all positions, so the ranks' "
-                "parts are added."
-            ),
+            "A gradient is divided by n. The loss is the sum over all positions, so the ranks' "
+            "parts are added.",
             lambda trials: any(
                 gradients_times(part, lambda n: 1 / n)(trials) for part in (1, 2, 4)
             ),
         ),
         Misconception(
             "gradient n times too large",
-            (
-                "A gradient is n times the right one: parts that are the same on all ranks are "
-                "added, or the whole sum is added again."
-            ),
+            "A gradient is n times the right one: parts that are the same on all ranks are "
+            "added, or the whole sum is added again.",
             lambda trials: any(gradients_times(part, lambda n: n)(trials) for part in (1, 2, 4)),
         ),
         Misconception(
@@ -231,20 +225,15 @@ SEQUENCE_PARALLEL = Exercise(
         "Two autograd functions: all-gather along time (backward: reduce-scatter), and "
         "reduce-scatter along time (backward: all-gather). Then ask for each weight: on how many "
         "positions does this rank use it?",
-        (
-            "norm_weight, norm_bias and b2 meet only this rank's positions, so each rank "
-            "has a part of their gradient. In 15b you wrote a function that changes "
-            "nothing in forward and adds up gradients in backward. It can be applied to "
-            "weights, too."
-        ),
+        "norm_weight, norm_bias and b2 meet only this rank's positions, so each rank has a part of "
+        "their gradient. In 15b you wrote a function that changes nothing in forward and adds up "
+        "gradients in backward. It can be applied to weights, too.",
     ),
     questions=(
         Question(
             "sent",
-            (
-                "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does "
-                "each rank send in forward?"
-            ),
+            "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does "
+            "each rank send in forward?",
             lambda: block_case(Draw("question"), 4, 3, 8, 4),
             lambda trial: sent_in(trial, "forward"),
             "bytes",

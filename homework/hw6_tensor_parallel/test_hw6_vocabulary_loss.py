@@ -208,10 +208,8 @@ VOCABULARY_LOSS = Exercise(
         ),
         Misconception(
             "sum of exponentials kept local",
-            (
-                "Each rank divides by the sum over its own tokens. Softmax divides by the sum over "
-                "all tokens."
-            ),
+            "Each rank divides by the sum over its own tokens. Softmax divides by the sum over "
+            "all tokens.",
             small_logits_too(gives_one_of(0, "local sum")),
         ),
         n_times(1),
@@ -222,20 +220,15 @@ VOCABULARY_LOSS = Exercise(
         "First all-reduce the largest logit of each position (it needs no gradient). Then sum two "
         "numbers over the ranks: Σ exp(logit − max), and the target's logit − max, which is 0 on "
         "ranks that don't have the target.",
-        (
-            "torch.arange(vocabulary).tensor_split(n) gives the tokens of each rank. Find "
-            "out which targets are among your own, and let all others count 0. The sum "
-            "over ranks passes its gradient on unchanged, as in the MLP. How does the "
-            "loss follow from the two sums?"
-        ),
+        "torch.arange(vocabulary).tensor_split(n) gives the tokens of each rank. Find out which "
+        "targets are among your own, and let all others count 0. The sum over ranks passes its "
+        "gradient on unchanged, as in the MLP. How does the loss follow from the two sums?",
     ),
     questions=(
         Question(
             "sent",
-            (
-                "8 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank "
-                "send in forward?"
-            ),
+            "8 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank "
+            "send in forward?",
             lambda: vocabulary_case(Draw("question"), 4, 90),
             lambda trial: sent_in(trial, "forward"),
             "bytes",

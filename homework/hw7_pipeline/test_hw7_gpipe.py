@@ -44,13 +44,10 @@ EXERCISES = [
             "A received activation is a leaf: x.requires_grad_() before stage(x). After "
             "y.backward(dy), x.grad is what the rank before waits for. Keep (x, y) of each "
             "microbatch until its backward.",
-            (
-                "The two loops differ between ranks in three places: where x comes from, "
-                "where y goes, and what backward starts from. Only the last rank has a loss; "
-                "divide it so that the microbatches add up to the mean. Don't wait for a send "
-                "before the loops have ended."
-            ),
+            "The two loops differ between ranks in three places: where x comes from, where y goes, "
+            "and what backward starts from. Only the last rank has a loss; divide it so that the "
+            "microbatches add up to the mean. Don't wait for a send before the loops have ended.",
         ),
         picture="pipeline",
-    ),
+    )
 ]

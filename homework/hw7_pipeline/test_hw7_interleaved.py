@@ -295,10 +295,8 @@ WRONG_WAY = Misconception(
 )
 ALL_FORWARDS = Misconception(
     "GPipe with a new name",
-    (
-        "Every rank does all its forwards before its first backward. The bubble is as short, but "
-        "the activations of all microbatches are held."
-    ),
+    "Every rank does all its forwards before its first backward. The bubble is as short, but "
+    "the activations of all microbatches are held.",
     lambda trials: (
         not failed(trials)
         and all(max(in_flight(t)) == t.case.facts["m"] * t.case.facts["chunks"] for t in trials)
@@ -399,12 +397,10 @@ EXERCISES = [
             "which microbatch it is.",
             "k // (P·v) counts groups of P microbatches; the rest, divided by P, is the chunk. For "
             "backwards, count the chunks from the last.",
-            (
-                "The docstring says how many activations a rank may hold: so many forwards, "
-                "at most v·M, are its warm-up. After that, backward and forward take turns. "
-                "Which stage is chunk c of rank r?"
-            ),
+            "The docstring says how many activations a rank may hold: so many forwards, "
+            "at most v·M, are its warm-up. After that, backward and forward take turns. "
+            "Which stage is chunk c of rank r?",
         ),
         picture="pipeline",
-    ),
+    )
 ]

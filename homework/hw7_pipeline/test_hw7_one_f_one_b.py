@@ -43,10 +43,8 @@ def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> b
 
 RENAMED = Misconception(
     "GPipe with a new name",
-    (
-        "Every rank does all its forwards before its first backward. That is GPipe: it holds the "
-        "activations of all M microbatches."
-    ),
+    "Every rank does all its forwards before its first backward. That is GPipe: it holds the "
+    "activations of all M microbatches.",
     lambda trials: peaks_beyond(trials, lambda case, rank: case.facts["m"]),
 )
 
@@ -111,12 +109,10 @@ EXERCISES = [
             "forward. When can the rank before it?",
             "Rank r can do P − r forwards before the first gradient comes back to it. Each "
             "backward then frees the activations of one microbatch.",
-            (
-                "After the warm-up, each backward makes room for one more forward. When are "
-                "there no forwards left? And how long is the warm-up if there are fewer "
-                "microbatches than stages?"
-            ),
+            "After the warm-up, each backward makes room for one more forward. When are "
+            "there no forwards left? And how long is the warm-up if there are fewer "
+            "microbatches than stages?",
         ),
         picture="pipeline",
-    ),
+    )
 ]

@@ -199,11 +199,9 @@ EXERCISES = [
             "optimizer steps.",
             "Begin as in 1F1B. On rank r, let weight_gradient run r microbatches behind "
             "input_gradient; the r that are left come at the end.",
-            (
-                "So the first r rounds on rank r have no weight gradient, and r are left when "
-                "the loop ends. Which call comes after them, and why not before?"
-            ),
+            "So the first r rounds on rank r have no weight gradient, and r are left when "
+            "the loop ends. Which call comes after them, and why not before?",
         ),
         picture="pipeline",
-    ),
+    )
 ]

@@ -297,27 +297,23 @@ EXERCISES = [
             "Make two groups: the ranks with this rank's tp coordinate, and those along tp. "
             "Average all gradients over the first. Then sum those in `partial` over the second. "
             "For the norm, add up the squares of `cut` over the second, and add the others once.",
-            (
-                "The rank is (dp_i · cp + cp_i) · tp + tp_i: which ranks share this rank's "
-                "tp coordinate, and which differ in nothing else? Every rank must make all "
-                "groups, in the same order. The gradients are averaged before `partial` is "
-                "summed, and the norm comes last. A parameter that is not in `cut` has the "
-                "same squares on every rank of a tp group."
-            ),
+            "The rank is (dp_i · cp + cp_i) · tp + tp_i: which ranks share this rank's "
+            "tp coordinate, and which differ in nothing else? Every rank must make all "
+            "groups, in the same order. The gradients are averaged before `partial` is "
+            "summed, and the norm comes last. A parameter that is not in `cut` has the "
+            "same squares on every rank of a tp group.",
         ),
         questions=(
             Question(
                 "sent",
-                (
-                    "The mesh is dp 2 × tp 2. Of 2,160 bytes of gradients, 1,920 belong to the "
-                    "two matrices that are cut along tp. How many bytes does a rank send along dp "
-                    "in one step?"
-                ),
+                "The mesh is dp 2 × tp 2. Of 2,160 bytes of gradients, 1,920 belong to the "
+                "two matrices that are cut along tp. How many bytes does a rank send along dp "
+                "in one step?",
                 lambda: mesh_case(Draw("question"), 2, 1, 2, False, steps=1),
                 lambda trial: sent(trial, is_data),
                 "bytes",
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

@@ -78,10 +78,9 @@ def bandwidth_case(
     each = numel or draw.integer(800, 1200)  # of one rank's shard
     repeats = repeats or draw.integer(3, 6)
     whole = n * each
-    given, result = {
-        "all_gather": (each, whole),
-        "reduce_scatter": (whole, each),
-    }.get(kind, (whole, whole))
+    given, result = {"all_gather": (each, whole), "reduce_scatter": (whole, each)}.get(
+        kind, (whole, whole)
+    )
     nbytes = 4 * whole
     factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "reduce": 1.0}.get(kind, (n - 1) / n)
     return Case(
@@ -242,10 +241,8 @@ EXERCISES = [
             ),
             Misconception(
                 "all-reduce with the factor of a reduce-scatter",
-                (
-                    "(n − 1)/n is what a rank sends in a reduce-scatter. In an all-reduce, an "
-                    "all-gather follows, which sends as much again."
-                ),
+                "(n − 1)/n is what a rank sends in a reduce-scatter. In an all-reduce, an "
+                "all-gather follows, which sends as much again.",
                 lambda trials: (
                     shows(lambda t: 0.5, ("all_reduce",))(trials)
                     or shows(lambda t: (1 - 1 / t.world_size) / t.case.facts["factor"])(trials)
@@ -254,34 +251,26 @@ EXERCISES = [
             first_call_counts,
             Misconception(
                 "factor n too small",
-                (
-                    "For a collective with shards, S was taken to be one rank's shard. In the "
-                    "formulas, S is the whole array: the larger one of input and output."
-                ),
+                "For a collective with shards, S was taken to be one rank's shard. In the "
+                "formulas, S is the whole array: the larger one of input and output.",
                 shows(lambda t: 1 / t.world_size, ("all_gather", "reduce_scatter")),
             ),
             Misconception(
                 "factor n too large",
-                (
-                    "S was multiplied by n, although the tensor is the whole array already. Only "
-                    "a shard has to be multiplied."
-                ),
+                "S was multiplied by n, although the tensor is the whole array already. Only "
+                "a shard has to be multiplied.",
                 shows(lambda t: t.world_size),
             ),
             Misconception(
                 "algorithm bandwidth",
-                (
-                    "S / t is the algorithm bandwidth. It depends on the collective and on n, so "
-                    "it can't be compared with the links."
-                ),
+                "S / t is the algorithm bandwidth. It depends on the collective and on n, so "
+                "it can't be compared with the links.",
                 shows(lambda t: 1 / t.case.facts["factor"]),
             ),
             Misconception(
                 "one factor for all collectives",
-                (
-                    "Every collective got the factor of an all-reduce. The others move less data "
-                    "over each link for the same S."
-                ),
+                "Every collective got the factor of an all-reduce. The others move less data "
+                "over each link for the same S.",
                 shows(all_reduce_factor),
             ),
             Misconception(
@@ -295,25 +284,20 @@ EXERCISES = [
             "busiest link for an array of S bytes?",
             "Call start().wait() once before the clock starts. S is max(given.nbytes, "
             "result.nbytes). The factors are in NVIDIA's nccl-tests, doc/PERFORMANCE.md.",
-            (
-                "In an all-reduce, a rank of the ring sends 2(n − 1)/n of S, so that is its "
-                "factor. Work out those of the others in the same way. For two of them, n "
-                "doesn't matter. Each of the repeats must be waited for before the clock "
-                "stops."
-            ),
+            "In an all-reduce, a rank of the ring sends 2(n − 1)/n of S, so that is its factor. "
+            "Work out those of the others in the same way. For two of them, n doesn't matter. Each "
+            "of the repeats must be waited for before the clock stops.",
         ),
         questions=(
             Question(
                 "algorithm",
-                (
-                    "4 ranks all-reduce an array over links of 30 MB/s. How many MB/s is S / t, "
-                    "the algorithm bandwidth?"
-                ),
+                "4 ranks all-reduce an array over links of 30 MB/s. How many MB/s is S / t, "
+                "the algorithm bandwidth?",
                 lambda: bandwidth_case(Draw("question"), 4, "all_reduce", 3e7, 1000, 4),
                 lambda trial: round(trial.results[0] / trial.case.facts["factor"] / 1e6),
                 "MB/s",
             ),
         ),
         picture="lanes",
-    ),
+    )
 ]

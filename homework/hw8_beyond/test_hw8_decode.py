@@ -150,9 +150,7 @@ EXERCISES = [
                 gives("maximum", 0),
             ),
             Misconception(
-                "scale forgotten",
-                "The scores are not divided by √d.",
-                gives("scale", 0),
+                "scale forgotten", "The scores are not divided by √d.", gives("scale", 0)
             ),
             Misconception(
                 "maximum not carried",
@@ -167,12 +165,9 @@ EXERCISES = [
             "Each rank needs two things of another: its result `out` (heads, d), and the log of "
             "its Σ exp(score), `lse` (heads). exp(lse) says how much of the whole denominator this "
             "rank has. torch.logsumexp never overflows.",
-            (
-                "A rank's result counts with its share of the whole denominator. The log of "
-                "the whole is the logsumexp of all ranks' lse; how do you get a share from "
-                "two logs? Join out and lse to one tensor (heads, d + 1), and pass it round "
-                "the ring, as in exercise 5."
-            ),
+            "A rank's result counts with its share of the whole denominator. The log of the whole "
+            "is the logsumexp of all ranks' lse; how do you get a share from two logs? Join out "
+            "and lse to one tensor (heads, d + 1), and pass it round the ring, as in exercise 5.",
         ),
         questions=(
             Question(

@@ -93,10 +93,7 @@ def exchanged(xs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[Ten
 
 
 def own_gradient(
-    gs: Sequence[Tensor],
-    counts: Sequence[Sequence[int]],
-    into: Sequence[Sequence[int]],
-    rank: int,
+    gs: Sequence[Tensor], counts: Sequence[Sequence[int]], into: Sequence[Sequence[int]], rank: int
 ) -> Tensor:
     """The gradient if only the rows that stay on this rank get one."""
     blocks = [torch.zeros(rows, WIDTH, dtype=torch.float64) for rows in counts[rank]]
@@ -257,9 +254,8 @@ EXERCISES = [
             Misconception(
                 "counts not exchanged",
                 "It is right only if each rank gets as many rows from a rank as it sends there, or "
-                "if all numbers are equal. A "
-                "rank can't know what it gets until the sender tells it, and in backward both "
-                "numbers change places.",
+                "if all numbers are equal. A rank can't know what it gets until the sender tells "
+                "it, and in backward both numbers change places.",
                 lambda trials: any(
                     fails_only_where(trials, fact, holds=False) for fact in ("symmetric", "equal")
                 ),
@@ -280,13 +276,10 @@ EXERCISES = [
             "Write one function move(rows, sent, received) for the rows alone, without autograd. "
             "Forward first sends each other rank its count, then calls move(x, counts, received). "
             "Backward calls move(g, received, counts).",
-            (
-                "torch.split cuts the rows into one block for each rank, and torch.cat "
-                "joins what arrives. Which block needs no message? A message of no rows can "
-                "be left out, if both sides leave it out. But every rank must call the "
-                "autograd function, also one with no rows at all, or backward would wait "
-                "for it."
-            ),
+            "torch.split cuts the rows into one block for each rank, and torch.cat joins what "
+            "arrives. Which block needs no message? A message of no rows can be left out, if both "
+            "sides leave it out. But every rank must call the autograd function, also one with no "
+            "rows at all, or backward would wait for it.",
         ),
         questions=(
             Question(

@@ -480,13 +480,10 @@ EXERCISES = [
             "Only slots with choice ≥ 0 travel. A rank must know how many rows each of its experts "
             "gets from each rank: send these numbers first. Rows come sorted by rank, then by "
             "expert, and one call of exchange_rows with the received counts sends them all back.",
-            (
-                "A stable argsort of the slots by their expert brings the rows into the "
-                "order in which they are sent. Keep that order: it says which token and "
-                "which gate belong to each row that comes back. Which function adds rows to "
-                "given places of a tensor? Call each expert, also with 0 rows, so that "
-                "every rank builds the same graph."
-            ),
+            "A stable argsort of the slots by their expert brings the rows into the order in which "
+            "they are sent. Keep that order: it says which token and which gate belong to each row "
+            "that comes back. Which function adds rows to given places of a tensor? Call each "
+            "expert, also with 0 rows, so that every rank builds the same graph.",
         ),
         questions=(
             Question(

@@ -242,19 +242,15 @@ EXERCISES = [
             same_answer,
             Misconception(
                 "victim named",
-                (
-                    "The function names a rank that waits. It does what it should: the message or "
-                    "the rank that it waits for never comes. Follow the wait to the rank that did "
-                    "something else before."
-                ),
+                "The function names a rank that waits. It does what it should: the message or "
+                "the rank that it waits for never comes. Follow the wait to the rank that did "
+                "something else before.",
                 wrong_in(0, is_victim),
             ),
             Misconception(
                 "line of the wait",
-                (
-                    "The rank is right, but the line is where somebody waits now. The fault came "
-                    "before: where the culprit's calls first differ from those of the others."
-                ),
+                "The rank is right, but the line is where somebody waits now. The fault came "
+                "before: where the culprit's calls first differ from those of the others.",
                 wrong_in(1, line_of_wait),
             ),
             one_cause,
@@ -279,26 +275,20 @@ EXERCISES = [
             same_answer,
             Misconception(
                 "slow once",
-                (
-                    "The function names a rank that was slow in one step only, such as one that "
-                    "read a file. The culprit is slow in every step."
-                ),
+                "The function names a rank that was slow in one step only, such as one that "
+                "read a file. The culprit is slow in every step.",
                 wrong_in(0, slow_once),
             ),
             Misconception(
                 "victim named",
-                (
-                    "The function names a rank that waits long. In a synchronous step everybody "
-                    "waits for the slowest rank, which itself waits the least."
-                ),
+                "The function names a rank that waits long. In a synchronous step everybody "
+                "waits for the slowest rank, which itself waits the least.",
                 wrong_in(0, waits_longer),
             ),
             Misconception(
                 "waiting taken for work",
-                (
-                    "The rank is right, but the line is a call in which ranks wait for others. Its "
-                    "time says when the last of them came, not what it cost."
-                ),
+                "The rank is right, but the line is a call in which ranks wait for others. Its "
+                "time says when the last of them came, not what it cost.",
                 wrong_in(1, line_of_call),
             ),
             one_cause,
@@ -322,19 +312,15 @@ EXERCISES = [
             same_answer,
             Misconception(
                 "compares what may differ",
-                (
-                    "The function names the line of the local gradient. It belongs to a rank's own "
-                    "data, so it differs from rank to rank in a right program too."
-                ),
+                "The function names the line of the local gradient. It belongs to a rank's own "
+                "data, so it differs from rank to rank in a right program too.",
                 wrong_in(1, may_differ),
             ),
             rank_zero_right,
             Misconception(
                 "later difference",
-                (
-                    "The rank is right, but the line is a later one. Once a value is wrong, "
-                    "everything computed from it differs too: only the first difference counts."
-                ),
+                "The rank is right, but the line is a later one. Once a value is wrong, "
+                "everything computed from it differs too: only the first difference counts.",
                 wrong_in(1, later_difference),
             ),
             one_cause,

@@ -245,8 +245,7 @@ EXERCISES = [
         weights={"value": 0.15, "bytes": 0.1, "steps": 0.05, "memory": 0.5, "overlap": 0.2},
         checks=(
             value(
-                "out and lse are those of one process with the whole sequence",
-                parts=("out", "lse"),
+                "out and lse are those of one process with the whole sequence", parts=("out", "lse")
             ),
             bytes_sent(all_but_one, "every rank sends n − 1 blocks of K and V"),
             exchanges(),
@@ -328,12 +327,10 @@ EXERCISES = [
             "Before you compute a block, start to send it to rank + 1 and to receive the next one "
             "from rank − 1. Wait for both after the computation. In step s you hold the block of "
             "rank (rank − s) mod n. Its length is in sizes.",
-            (
-                "Two results are merged as the ranks' results were in 21a: torch.logaddexp "
-                "gives the log of the new denominator, and each result counts with its "
-                "share. A share has one dimension less than out. Blocks of later ranks are "
-                "passed on, but not computed. torch.stack makes one message of k and v."
-            ),
+            "Two results are merged as the ranks' results were in 21a: torch.logaddexp "
+            "gives the log of the new denominator, and each result counts with its "
+            "share. A share has one dimension less than out. Blocks of later ranks are "
+            "passed on, but not computed. torch.stack makes one message of k and v.",
         ),
         questions=(
             Question(

@@ -100,10 +100,8 @@ CHECKPOINT = Exercise(
     misconceptions=(
         Misconception(
             "failures of one GPU",
-            (
-                "The time between failures is that of one GPU. With n of them, one fails n times "
-                "as often, and any failure stops all."
-            ),
+            "The time between failures is that of one GPU. With n of them, one fails n times "
+            "as often, and any failure stops all.",
             off_by(INTERVAL, lambda f: math.sqrt(f["gpus"]), lambda f: math.sqrt(f["gpus"] / 2)),
         ),
         Misconception(
@@ -113,18 +111,13 @@ CHECKPOINT = Exercise(
         ),
         Misconception(
             "whole interval lost",
-            (
-                "A failure comes anywhere in an interval, so on average half of it is computed "
-                "again."
-            ),
+            "A failure comes anywhere in an interval, so on average half of it is computed again.",
             lost_as("half"),
         ),
         Misconception(
             "as many failures as writes",
-            (
-                "The interval balances what writing costs against what failures cost. A longer "
-                "write makes it longer, but only by the square root."
-            ),
+            "The interval balances what writing costs against what failures cost. A longer "
+            "write makes it longer, but only by the square root.",
             off_by(
                 INTERVAL,
                 lambda f: f["between"] / answers().interval(f, {}),
@@ -134,18 +127,14 @@ CHECKPOINT = Exercise(
         ),
         Misconception(
             "restart forgotten",
-            (
-                "The interval doesn't depend on the restart, but the lost time does: each failure "
-                "costs a restart."
-            ),
+            "The interval doesn't depend on the restart, but the lost time does: each failure "
+            "costs a restart.",
             lost_as("restart"),
         ),
         Misconception(
             "half of the loss forgotten",
-            (
-                "Time is lost to writing, and to computing again after a failure. At the best "
-                "interval the two are equal, and one of them is missing here."
-            ),
+            "Time is lost to writing, and to computing again after a failure. At the best "
+            "interval the two are equal, and one of them is missing here.",
             lost_as("write"),
         ),
     ),
@@ -227,10 +216,8 @@ STRAGGLERS = Exercise(
     misconceptions=(
         Misconception(
             "probabilities added",
-            (
-                "n · q is the mean number of slow GPUs in a step, and can be above 1. Two of them "
-                "in one step make it no slower than one."
-            ),
+            "n · q is the mean number of slow GPUs in a step, and can be above 1. Two of them "
+            "in one step make it no slower than one.",
             off_by(
                 SLOW,
                 lambda f: f["gpus"] * f["q"] / answers().slow(f, {}),
@@ -254,10 +241,8 @@ STRAGGLERS = Exercise(
         ),
         Misconception(
             "time added on top",
-            (
-                "A slow step takes `slowdown` times as long as another, so it takes "
-                "`slowdown` − 1 more."
-            ),
+            "A slow step takes `slowdown` times as long as another, so it takes "
+            "`slowdown` − 1 more.",
             step_as(lambda f, p: 1 + p * f["slowdown"]),
         ),
         Misconception(

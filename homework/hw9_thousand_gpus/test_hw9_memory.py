@@ -155,10 +155,8 @@ MISTAKES = (
     ),
     Misconception(
         "embedding forgotten",
-        (
-            "The first stage also has the embedding. With a large vocabulary, it is as large as "
-            "several layers."
-        ),
+        "The first stage also has the embedding. With a large vocabulary, it is as large as "
+        "several layers.",
         all_states(lambda f: 1 - embedding(f)),
     ),
     Misconception(
@@ -173,10 +171,8 @@ MISTAKES = (
     ),
     Misconception(
         "master weights forgotten",
-        (
-            "Besides Adam's two averages, the optimizer keeps the weights in fp32: the model's own "
-            "are only rounded copies of them."
-        ),
+        "Besides Adam's two averages, the optimizer keeps the weights in fp32: the model's own "
+        "are only rounded copies of them.",
         off_by(OPTIMIZER, lambda f: 8 / 12),
     ),
     Misconception(
@@ -189,10 +185,8 @@ MISTAKES = (
     ),
     Misconception(
         "ZeRO cuts too much",
-        (
-            "ZeRO-1 cuts only the optimizer's state, and ZeRO-2 the gradients as well. Weights are "
-            "cut from ZeRO-3 on."
-        ),
+        "ZeRO-1 cuts only the optimizer's state, and ZeRO-2 the gradients as well. Weights are "
+        "cut from ZeRO-3 on.",
         lambda trials: (
             off_by(GRADIENTS, lambda f: 1 / f["dp"] if f["zero_stage"] == 1 else 1)(trials)
             or off_by(
@@ -204,18 +198,14 @@ MISTAKES = (
     ),
     Misconception(
         "one microbatch in flight",
-        (
-            "1F1B starts more microbatches before the first one comes back. On the first stage, "
-            "the activations of several are kept."
-        ),
+        "1F1B starts more microbatches before the first one comes back. On the first stage, "
+        "the activations of several are kept.",
         off_by(ACTIVATIONS, microbatches_kept(lambda f: 1)),
     ),
     Misconception(
         "all microbatches in flight",
-        (
-            "That is GPipe. In 1F1B a stage starts no more microbatches than it has stages from "
-            "itself to the last, before the first one comes back."
-        ),
+        "That is GPipe. In 1F1B a stage starts no more microbatches than it has stages from "
+        "itself to the last, before the first one comes back.",
         off_by(ACTIVATIONS, microbatches_kept(lambda f: f["microbatches"])),
     ),
     Misconception(
@@ -225,18 +215,14 @@ MISTAKES = (
     ),
     Misconception(
         "interleaving keeps as much as 1F1B",
-        (
-            "The interleaved schedule starts P − 1 more chunks on the first GPU: it keeps "
-            "1 + (P − 1)/(Pv) times as much."
-        ),
+        "The interleaved schedule starts P − 1 more chunks on the first GPU: it keeps "
+        "1 + (P − 1)/(Pv) times as much.",
         off_by(ACTIVATIONS, kept(chunks=1)),
     ),
     Misconception(
         "tensor parallel cuts everything",
-        (
-            "Tensor parallel cuts what is between a column and a row layer. What is outside, such "
-            "as the norms' inputs, is whole on every GPU without sequence parallel."
-        ),
+        "Tensor parallel cuts what is between a column and a row layer. What is outside, such "
+        "as the norms' inputs, is whole on every GPU without sequence parallel.",
         off_by(ACTIVATIONS, kept(sequence_parallel=True)),
     ),
     Misconception(
@@ -251,10 +237,8 @@ MISTAKES = (
     ),
     Misconception(
         "recomputed layer forgotten",
-        (
-            "With full recomputation, only the layers' inputs are kept. But while backward "
-            "computes a layer again, all of its activations exist."
-        ),
+        "With full recomputation, only the layers' inputs are kept. But while backward "
+        "computes a layer again, all of its activations exist.",
         off_by(ACTIVATIONS, without_recomputed),
     ),
     Misconception(

@@ -153,53 +153,32 @@ def either(*rules):
 MISTAKES = (
     Misconception(
         "backward counted like forward",
-        (
-            "The matrix products of backward are counted once. For each product of forward, "
-            "backward has two: the gradient of the input, and that of the weights."
-        ),
-        off_by(
-            MATMUL,
-            lambda f: (passes(f) - 1) / passes(f),
-            lambda f: 2 / passes(f),
-        ),
+        "The matrix products of backward are counted once. For each product of forward, "
+        "backward has two: the gradient of the input, and that of the weights.",
+        off_by(MATMUL, lambda f: (passes(f) - 1) / passes(f), lambda f: 2 / passes(f)),
     ),
     Misconception(
         "backward forgotten",
         "The matrix products are those of forward alone.",
-        off_by(
-            MATMUL,
-            lambda f: 1 / passes(f),
-            lambda f: (passes(f) - 2) / passes(f),
-        ),
+        off_by(MATMUL, lambda f: 1 / passes(f), lambda f: (passes(f) - 2) / passes(f)),
     ),
     Misconception(
         "recomputation not counted in time",
-        (
-            "With full recomputation, every forward pass runs twice. The step takes that time, "
-            "although MFU doesn't count the work."
-        ),
+        "With full recomputation, every forward pass runs twice. The step takes that time, "
+        "although MFU doesn't count the work.",
         off_by(MATMUL, lambda f: 3 / passes(f)),
     ),
     Misconception(
         "attention's scores forgotten",
-        (
-            "Only products with weights are counted. Queries times keys and weights times values "
-            "have no weights, and their operations grow with the square of the time."
-        ),
+        "Only products with weights are counted. Queries times keys and weights times values "
+        "have no weights, and their operations grow with the square of the time.",
         off_by(MATMUL, lambda f: 1 - scores(f), lambda f: 1 - scores(f) / 2),
     ),
     Misconception(
         "operations of a product halved",
-        (
-            "A product of (m, k) and (k, n) takes 2mnk floating-point operations: a "
-            "multiplication and an addition for each of the mnk pairs."
-        ),
-        off_by(
-            MATMUL,
-            lambda f: 0.5,
-            lambda f: 0.5 + scores(f) / 2,
-            lambda f: 1 - scores(f) / 2,
-        ),
+        "A product of (m, k) and (k, n) takes 2mnk floating-point operations: a "
+        "multiplication and an addition for each of the mnk pairs.",
+        off_by(MATMUL, lambda f: 0.5, lambda f: 0.5 + scores(f) / 2, lambda f: 1 - scores(f) / 2),
     ),
     Misconception(
         "one microbatch",
@@ -213,10 +192,8 @@ MISTAKES = (
     ),
     Misconception(
         "ring's factor",
-        (
-            "In a ring all-reduce of S bytes over n ranks, each rank sends 2(n − 1)/n · S bytes: "
-            "a reduce-scatter and an all-gather."
-        ),
+        "In a ring all-reduce of S bytes over n ranks, each rank sends 2(n − 1)/n · S bytes: "
+        "a reduce-scatter and an all-gather.",
         either(
             lambda trials: all(off_by(part, lambda f: 0.5)(trials) for part in (TP, DP)),
             *(
@@ -232,10 +209,8 @@ MISTAKES = (
     ),
     Misconception(
         "all-reduces counted once",
-        (
-            "A layer has two all-reduces along tp in forward, one after the attention and one "
-            "after the MLP, and two in backward."
-        ),
+        "A layer has two all-reduces along tp in forward, one after the attention and one "
+        "after the MLP, and two in backward.",
         off_by(
             TP,
             lambda f: 0.5,
@@ -250,10 +225,8 @@ MISTAKES = (
     ),
     Misconception(
         "node's bandwidth for each GPU",
-        (
-            "The network's bandwidth is that of a whole node. All GPUs of the node use it at the "
-            "same time, so each has its share."
-        ),
+        "The network's bandwidth is that of a whole node. All GPUs of the node use it at the "
+        "same time, so each has its share.",
         either(off_by(DP, per_node(DP), both(DP)), off_by(TP, per_node(TP), both(TP))),
     ),
     Misconception(
@@ -263,13 +236,10 @@ MISTAKES = (
     ),
     Misconception(
         "NVLink beyond the node",
-        (
-            "A group that reaches beyond one node has network links in its ring, and the ring is "
-            "as fast as its slowest link. Along dp, neighbours are tp GPUs apart."
-        ),
+        "A group that reaches beyond one node has network links in its ring, and the ring is "
+        "as fast as its slowest link. Along dp, neighbours are tp GPUs apart.",
         either(
-            off_by(DP, nvlink_everywhere(DP), dp_counted_alone),
-            off_by(TP, nvlink_everywhere(TP)),
+            off_by(DP, nvlink_everywhere(DP), dp_counted_alone), off_by(TP, nvlink_everywhere(TP))
         ),
     ),
     Misconception(
@@ -279,26 +249,20 @@ MISTAKES = (
     ),
     Misconception(
         "gradients of the whole model",
-        (
-            "The gradients that a GPU reduces along dp are those of its own weights: its stages' "
-            "layers, cut over tp."
-        ),
+        "The gradients that a GPU reduces along dp are those of its own weights: its stages' "
+        "layers, cut over tp.",
         off_by(DP, lambda f: f["tp"] * f["pp"], lambda f: f["tp"], lambda f: f["pp"]),
     ),
     Misconception(
         "half of the gradients' bytes",
-        (
-            "Along dp, gradients are in fp32, with 4 bytes each. An all-reduce sends them twice: "
-            "in its reduce-scatter and in its all-gather."
-        ),
+        "Along dp, gradients are in fp32, with 4 bytes each. An all-reduce sends them twice: "
+        "in its reduce-scatter and in its all-gather.",
         off_by(DP, lambda f: 0.5),
     ),
     Misconception(
         "bubble as a share of the step",
-        (
-            "(P − 1)/(M + P − 1) is the bubble's share of the whole step, the bubble included. "
-            "Relative to the time in which a GPU works, it is (P − 1)/M."
-        ),
+        "(P − 1)/(M + P − 1) is the bubble's share of the whole step, the bubble included. "
+        "Relative to the time in which a GPU works, it is (P − 1)/M.",
         off_by(
             BUBBLE,
             lambda f: (
@@ -320,10 +284,8 @@ MISTAKES = (
     ),
     Misconception(
         "recomputation counted in MFU",
-        (
-            "That is HFU, the hardware's utilization. MFU counts what the model needs once, so "
-            "recomputation lowers it."
-        ),
+        "That is HFU, the hardware's utilization. MFU counts what the model needs once, so "
+        "recomputation lowers it.",
         off_by(MFU, lambda f: passes(f) / 3),
     ),
     Misconception(
@@ -360,9 +322,8 @@ STEP = Exercise(
         "Add them up for b · s tokens. For each all-reduce, first ask whether its group fits into "
         "a node: tp GPUs are neighbours, and a dp group reaches over t · d GPUs.",
         "Passes: 3 times forward, or 4 with recomputation. All-reduces of a layer: 4, or 6. The "
-        "bubble is (P − 1)/(vM) of the first two. MFU's numerator has 3 times forward, always, "
-        "for all layers and the samples of all replicas. Its denominator has all GPUs at their "
-        "peak.",
+        "bubble is (P − 1)/(vM) of the first two. MFU's numerator has 3 times forward, always, for "
+        "all layers and the samples of all replicas. Its denominator has all GPUs at their peak.",
     ),
     questions=(
         Question(

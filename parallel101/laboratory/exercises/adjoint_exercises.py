@@ -171,19 +171,15 @@ def only_equal_blocks(trials: Sequence[Trial]) -> bool:
 
 AUTOGRAD_NOT_TOLD = Misconception(
     "autograd not told",
-    (
-        "y is right, but it has no backward: autograd does not record what messages do. x gets no "
-        "gradient."
-    ),
+    "y is right, but it has no backward: autograd does not record what messages do. x gets no "
+    "gradient.",
     lambda trials: all_show(
         wrong_parts(trials), lambda _trial, _rank, part, found: part == 1 and found is None
     ),
 )
 CHANGED_IN_PLACE = Misconception(
     "incoming gradient overwritten",
-    (
-        "The function writes its result into g. Autograd may pass the same g to other backward "
-        "functions, which then see wrong values."
-    ),
+    "The function writes its result into g. Autograd may pass the same g to other backward "
+    "functions, which then see wrong values.",
     lambda trials: any(1 in places for trial in trials for places in trial.changed),
 )

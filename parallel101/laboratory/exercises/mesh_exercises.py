@@ -375,10 +375,7 @@ def is_square(norm: float, squares: Iterable[float]) -> bool:
     return any(math.isclose(norm**2, square, rel_tol=1e-8) for square in squares)
 
 
-@mistake(
-    added_to_the_last.name,
-    added_to_the_last.says,
-)
+@mistake(added_to_the_last.name, added_to_the_last.says)
 def not_cleared(trials: Sequence[Trial]) -> bool:
     """Return whether the first step is right, and the second has the gradients of both."""
 
@@ -477,10 +474,7 @@ def never_clipped(trials: Sequence[Trial]) -> bool:
     )
 
 
-@mistake(
-    NEVER_REDUCED.name,
-    NEVER_REDUCED.says,
-)
+@mistake(NEVER_REDUCED.name, NEVER_REDUCED.says)
 def never_reduced(trials: Sequence[Trial]) -> bool:
     return sums_over(trials, "first", ())
 

@@ -298,26 +298,20 @@ def one_at_a_time(trials: Sequence[Trial]) -> bool:
 
 NO_AVERAGE = Misconception(
     "no 1/M",
-    (
-        "The gradients are M times too large: the losses of the microbatches were added, and the "
-        "loss of the batch is their mean."
-    ),
+    "The gradients are M times too large: the losses of the microbatches were added, and the "
+    "loss of the batch is their mean.",
     lambda trials: every(trials, several, scaled),
 )
 LAST_ONLY = Misconception(
     "only the last microbatch's gradient",
-    (
-        "The gradients are those of the last microbatch alone. The gradients of the other "
-        "microbatches were lost."
-    ),
+    "The gradients are those of the last microbatch alone. The gradients of the other "
+    "microbatches were lost.",
     lambda trials: every(trials, several, last_only),
 )
 DETACHED = Misconception(
     "graph detached",
-    (
-        "Earlier stages get no gradient: the backward ends at the tensor that was received, and "
-        "nothing goes back to the stage before."
-    ),
+    "Earlier stages get no gradient: the backward ends at the tensor that was received, and "
+    "nothing goes back to the stage before.",
     lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
 )
 HELD = Question(

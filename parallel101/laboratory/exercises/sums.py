@@ -138,8 +138,7 @@ def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
 
 
 @mistake(
-    "sum for mean",
-    "Where the mean is asked for, the sum is returned: it is n times too large.",
+    "sum for mean", "Where the mean is asked for, the sum is returned: it is n times too large."
 )
 def sum_for_mean(trials: Sequence[Trial]) -> bool:
     """Return whether runs are wrong only because they return the sum in place of the mean."""

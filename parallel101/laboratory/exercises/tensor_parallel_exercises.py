@@ -80,7 +80,7 @@ def sent_in(trial: Trial, name: str) -> int:
             lambda event: any(
                 s.rank == event.rank and s.start <= event.start <= s.end for s in spans
             ),
-        ),
+        )
     )
 
 
@@ -230,10 +230,8 @@ def missing_dx(part: int) -> Misconception:
 def output_not_summed(part: int) -> Misconception:
     return Misconception(
         "output never summed",
-        (
-            "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the "
-            "outputs of all ranks must be added."
-        ),
+        "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the "
+        "outputs of all ranks must be added.",
         gives(part, "parts of y"),
     )
 
@@ -265,20 +263,16 @@ def graph_cut(
 
     return Misconception(
         "graph cut by a message",
-        (
-            "A message writes into a tensor that autograd does not follow. The result has no "
-            "gradient, or it passes the layers before by."
-        ),
+        "A message writes into a tensor that autograd does not follow. The result has no "
+        "gradient, or it passes the layers before by.",
         lambda trials: every_wrong(seen)([t for t in trials if t.world_size > 1]),
     )
 
 
 WHOLE_ON_EVERY_RANK = Misconception(
     "whole layer on every rank",
-    (
-        "Every rank holds the whole matrices and does all of the work. Nothing is cut, so n ranks "
-        "need n times the memory."
-    ),
+    "Every rank holds the whole matrices and does all of the work. Nothing is cut, so n ranks "
+    "need n times the memory.",
     every_wrong(
         lambda trial: all(
             isinstance(result[3], dict)

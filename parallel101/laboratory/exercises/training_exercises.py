@@ -203,10 +203,8 @@ def added_to_the_last(trials: Sequence[Trial]) -> bool:
 
 NO_FIRST_SYNCHRONISATION = Misconception(
     "no first synchronisation",
-    (
-        "Every rank starts from its own weights. Equal gradients then change unequal weights, so "
-        "the replicas never become equal."
-    ),
+    "Every rank starts from its own weights. Equal gradients then change unequal weights, so "
+    "the replicas never become equal.",
     lambda trials: all_show(
         first_steps(trials),
         lambda trial, rank, _: alike(trial.results[rank]["start"], trial.case.facts["first"][rank]),
@@ -220,10 +218,8 @@ SUM_FOR_MEAN = Misconception(
 )
 MEAN_TWICE = Misconception(
     "mean taken twice",
-    (
-        "The gradients are divided by n twice, for example once in the loss and once after the "
-        "all-reduce: each step is n times too short."
-    ),
+    "The gradients are divided by n twice, for example once in the loss and once after the "
+    "all-reduce: each step is n times too short.",
     lambda trials: scaled(trials, lambda trial: 1 / trial.world_size),
 )
 MEAN_OF_MEANS = Misconception(
@@ -237,10 +233,8 @@ MEAN_OF_MEANS = Misconception(
 )
 NEVER_REDUCED = Misconception(
     "gradients never synchronised",
-    (
-        "At optimizer.step(), p.grad still holds this rank's own gradient. Each rank takes a "
-        "different step."
-    ),
+    "At optimizer.step(), p.grad still holds this rank's own gradient. Each rank takes a "
+    "different step.",
     lambda trials: all_show(
         first_steps(trials),
         lambda trial, rank, own: scale(own, trial.case.facts["local"][rank]) is not None,
