@@ -459,10 +459,14 @@ EXERCISES = [
             Misconception(
                 "counts not exchanged",
                 "It is right only if each rank gets as many rows from a rank as it sends there, or "
-                "if all numbers are equal. A "
-                "rank can't know what it gets until the sender tells it.",
-                lambda trials: any(
-                    fails_only_where(trials, fact, holds=False) for fact in ("symmetric", "equal")
+                "if all numbers are equal. A rank can't know what it gets until the sender tells "
+                "it.",
+                lambda trials: (
+                    any(trial.case.facts["one each"] for trial in failed(trials))
+                    and any(
+                        fails_only_where(trials, fact, holds=False)
+                        for fact in ("symmetric", "equal")
+                    )
                 ),
             ),
             graph_cut(
