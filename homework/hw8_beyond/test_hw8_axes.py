@@ -26,10 +26,7 @@ from parallel101.laboratory.exercises.mesh_exercises import (
     bytes_along,
     computes_its_share,
     coordinates,
-    crosses,
     gradients_equal,
-    is_data,
-    is_tensor,
     norms_equal,
     sent,
 )
@@ -280,10 +277,10 @@ EXERCISES = [
         checks=(
             gradients_equal(),
             norms_equal(),
-            bytes_along(is_data, "along dp and cp", "2(n−1)/n of the gradients along dp and cp"),
-            bytes_along(is_tensor, "along tp", "along tp, only what is replicated there"),
+            bytes_along("data", "along dp and cp", "2(n−1)/n of the gradients along dp and cp"),
+            bytes_along("tensor", "along tp", "along tp, only what is replicated there"),
             bytes_along(
-                crosses,
+                "both",
                 "along tp and another axis at once",
                 "parts of matrices never leave their dp · cp ranks",
             ),
@@ -310,7 +307,7 @@ EXERCISES = [
                 "two matrices that are cut along tp. How many bytes does a rank send along dp "
                 "in one step?",
                 lambda: mesh_case(Draw("question"), 2, 1, 2, False, steps=1),
-                lambda trial: sent(trial, is_data),
+                lambda trial: sent(trial, "data"),
                 "bytes",
             ),
         ),

@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from parallel101.laboratory.exercises.training_exercises import (
@@ -26,7 +26,7 @@ from parallel101.laboratory.exercises.training_exercises import (
     scale,
 )
 from parallel101.laboratory.grade.compared_values import close, weights
-from parallel101.laboratory.grade.exercise import Case, Check, Trial, mistake
+from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     all_show,
@@ -54,13 +54,19 @@ def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
 # ---- what was sent, and along which axes ----
 
 
-def axes_of(sizes: dict[str, int], ranks: Collection[int]) -> frozenset[str]:
-    """Return the axes along which these ranks differ."""
+def kind_of(sizes: dict[str, int], ranks: Collection[int]) -> str:
+    """Return whether these ranks differ along "data" (dp, cp) only, "tensor" (tp) only, or "both".
+
+    "" for a single rank.
+    """
     at = [coordinates(sizes, rank) for rank in ranks]
-    return frozenset(axis for axis in AXES if len({place[axis] for place in at}) > 1)
+    axes = {axis for axis in AXES if len({place[axis] for place in at}) > 1}
+    if "tp" not in axes:
+        return "data" if axes else ""
+    return "tensor" if axes == {"tp"} else "both"
 
 
-def sent(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> int:
+def sent(trial: Trial, kind: str) -> int:
     """Return the bytes that the busiest rank sent along axes of this kind.
 
     Messages of activations, which the exercise's program sends, don't count.
@@ -72,39 +78,24 @@ def sent(trial: Trial, kind: Callable[[frozenset[str]], bool]) -> int:
         if event.kind in ("send", "recv") and event.peer is not None:
             ranks = (event.rank, event.peer)
         own = event.where.rpartition(":")[0] != facts["program"]
-        return event.kind != "span" and own and kind(axes_of(facts["sizes"], ranks))
+        return event.kind != "span" and own and kind_of(facts["sizes"], ranks) == kind
 
     return max(communicated(trial, counts))
 
 
-def is_data(axes: frozenset[str]) -> bool:
-    return bool(axes) and "tp" not in axes
-
-
-def is_tensor(axes: frozenset[str]) -> bool:
-    return axes == {"tp"}
-
-
-def crosses(axes: frozenset[str]) -> bool:
-    return "tp" in axes and len(axes) > 1
-
-
-def most_along(case: Case, kind: Callable[[frozenset[str]], bool]) -> int:
+def most_along(case: Case, kind: str) -> int:
     """Return the bytes along axes of this kind that are enough for all steps."""
-    sizes, steps = case.facts["sizes"], case.facts["steps"]
-    if kind is is_data:
+    facts, sizes = case.facts, case.facts["sizes"]
+    if kind == "data":
         # a learner's own ring adds the remainders of its chunks
-        each = (
-            sum(all_reduce_bytes(case.facts["bytes"], sizes[axis]) for axis in ("dp", "cp")) + 100
-        )
+        each = 100 + sum(all_reduce_bytes(facts["bytes"], sizes[axis]) for axis in ("dp", "cp"))
     else:
-        each = all_reduce_bytes(
-            case.facts["replicated"], sizes["tp"] if kind is is_tensor else case.world_size
-        )
-    return steps * (each + SMALL)
+        n = sizes["tp"] if kind == "tensor" else case.world_size
+        each = all_reduce_bytes(facts["replicated"], n)
+    return facts["steps"] * (each + SMALL)
 
 
-def bytes_along(kind: Callable[[frozenset[str]], bool], which: str, says: str) -> Check:
+def bytes_along(kind: str, which: str, says: str) -> Check:
     return at_most(
         "bytes",
         says,
@@ -118,12 +109,12 @@ def bytes_along(kind: Callable[[frozenset[str]], bool], which: str, says: str) -
 
 
 def gradients_equal() -> Check:
-    inner = equals_one_process()
-
-    def wrong(trial: Trial) -> str | None:
-        return None if trial.case.facts["clips"] else inner.wrong(trial)
-
-    return Check("value", "without clipping, every step equals one process", wrong)
+    one_process = equals_one_process()
+    return replace(
+        one_process,
+        says="without clipping, every step equals one process",
+        wrong=lambda trial: None if trial.case.facts["clips"] else one_process.wrong(trial),
+    )
 
 
 def clipped_as_expected(trial: Trial, rank: int) -> bool:
@@ -135,45 +126,43 @@ def clipped_as_expected(trial: Trial, rank: int) -> bool:
     )
 
 
-def norms_equal() -> Check:
-    """Return a check that the norms are right to five digits: torch's clipping adds 1e-6.
+def wrong_norm(trial: Trial) -> str | None:
+    """Return what is wrong with the norms, or with the gradients that they clip; else None.
 
-    Where they clip, the gradients must be clipped by the right factor.
+    Five digits count: torch's clipping adds 1e-6.
     """
+    for rank, norms in enumerate(measured(trial, "norms")):
+        expected = trial.case.expected[rank]["norms"]
+        if not isinstance(norms, list) or len(norms) != len(expected):
+            return f"rank {rank} returned no list of {len(expected)} norms"
+        for step, (found, right) in enumerate(zip(norms, expected), start=1):
+            if not math.isclose(found, right, rel_tol=1e-5):
+                return f"at step {step}, rank {rank}'s norm is {found:.6g}; expected {right:.6g}"
+        if trial.case.facts["clips"] and not clipped_as_expected(trial, rank):
+            return f"rank {rank}'s gradients were clipped by another factor, or not at all"
+    return None
 
-    def wrong(trial: Trial) -> str | None:
-        for rank, norms in enumerate(measured(trial, "norms")):
-            expected = trial.case.expected[rank]["norms"]
-            if not isinstance(norms, list) or len(norms) != len(expected):
-                return f"rank {rank} returned no list of {len(expected)} norms"
-            for step, (found, right) in enumerate(zip(norms, expected), start=1):
-                if not math.isclose(found, right, rel_tol=1e-5):
-                    return (
-                        f"at step {step}, rank {rank}'s norm is {found:.6g}; expected {right:.6g}"
-                    )
-        for rank in range(trial.world_size if trial.case.facts["clips"] else 0):
-            if not clipped_as_expected(trial, rank):
-                return f"rank {rank}'s gradients were clipped by another factor, or not at all"
-        return None
 
-    return Check("value", "the norm, and every step with clipping, equal one process", wrong)
+def norms_equal() -> Check:
+    return Check("value", "the norm, and every step with clipping, equal one process", wrong_norm)
 
 
 def computes_its_share() -> Check:
-    def share(case: Case) -> int:
-        parts = case.facts["sizes"]["dp"] * case.facts["sizes"]["cp"]
-        return case.facts["steps"] * case.facts["tokens"] // parts
-
     return at_most(
         "memory",
         "each rank computes 1/(dp · cp) of the tokens",
         lambda trial: [sum(x.numel() for x in seen) for seen in measured(trial, "seen")],
-        share,
+        lambda case: case.facts["steps"] * case.facts["tokens"] // shares(case.facts["sizes"]),
         "rank {rank} computed {found} tokens; its share is {most}",
     )
 
 
-# ---- misconceptions ----
+def shares(sizes: dict[str, int]) -> int:
+    """Return the number of pieces of the batch."""
+    return sizes["dp"] * sizes["cp"]
+
+
+# ---- what a rank's first step shows ----
 
 
 def first_step(trial: Trial, rank: int) -> dict[str, Tensor]:
@@ -181,14 +170,9 @@ def first_step(trial: Trial, rank: int) -> dict[str, Tensor]:
     return trial.results[rank]["gradients"][0]
 
 
-def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
-    """Return the ranks whose gradients add up to this rank's; None if it is no sum of them."""
-    locals_ = [local.get(name) for local in measured(trial, "local")]
-    found = first_step(trial, rank).get(name)
-    if any(not isinstance(x, Tensor) or x.shape != locals_[0].shape for x in locals_):
-        return None
-    parts = weights(found, locals_)
-    return None if parts is None else {r for r, part in enumerate(parts) if abs(part) > 1e-4}
+def right_step(trial: Trial, rank: int, step: int = 0) -> dict[str, Tensor]:
+    """Return the right gradients of a rank's step."""
+    return trial.case.expected[rank]["gradients"][step]
 
 
 def free(trials: Sequence[Trial], least_tp: int = 1) -> list[Trial]:
@@ -203,14 +187,21 @@ def free(trials: Sequence[Trial], least_tp: int = 1) -> list[Trial]:
 def sharing(trial: Trial, rank: int, axes: Collection[str]) -> set[int]:
     """Return the ranks that differ from this one along these axes only."""
     sizes = trial.case.facts["sizes"]
-    mine = coordinates(sizes, rank)
-    return {
-        other
-        for other in range(trial.world_size)
-        if all(
-            place == mine[axis] or axis in axes for axis, place in coordinates(sizes, other).items()
-        )
-    }
+    fixed = set(AXES) - set(axes)
+
+    def at(rank: int) -> list[int]:
+        return [coordinates(sizes, rank)[axis] for axis in sorted(fixed)]
+
+    return {other for other in range(trial.world_size) if at(other) == at(rank)}
+
+
+def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
+    """Return the ranks whose gradients add up to this rank's; None if it is no sum of them."""
+    locals_ = [local.get(name) for local in measured(trial, "local")]
+    if any(not isinstance(x, Tensor) or x.shape != locals_[0].shape for x in locals_):
+        return None
+    parts = weights(first_step(trial, rank).get(name), locals_)
+    return None if parts is None else {r for r, part in enumerate(parts) if abs(part) > 1e-4}
 
 
 def sums_over(trials: Sequence[Trial], name: str, axes: Collection[str], least_tp: int = 1) -> bool:
@@ -221,20 +212,39 @@ def sums_over(trials: Sequence[Trial], name: str, axes: Collection[str], least_t
     )
 
 
-def right_step(trial: Trial, rank: int, step: int = 0) -> dict[str, Tensor]:
-    """Return the right gradients of a rank's step."""
-    return trial.case.expected[rank]["gradients"][step]
+def is_times(trial: Trial, rank: int, k: float, names: Collection[str] | None = None) -> bool:
+    """Return whether a rank's first gradients of these names are k times the right ones."""
+    expected = right_step(trial, rank)
+    found = scale(first_step(trial, rank), {name: expected[name] for name in names or expected})
+    return found is not None and math.isclose(found, k, rel_tol=1e-6)
 
 
-@mistake(
-    "reduces over the world",
-    "Gradients are added up over all ranks of the world. Ranks along tp hold different parts "
-    "of the matrices: their gradients don't belong together.",
-)
+def scaled(by: Callable[[dict[str, int]], float]) -> Callable[[Sequence[Trial]], bool]:
+    """Return a test of whether all gradients are `by` times the right ones, wherever it isn't 1."""
+    return lambda trials: all_show(
+        on_ranks(t for t in free(trials) if by(t.case.facts["sizes"]) != 1),
+        lambda trial, rank: is_times(trial, rank, by(trial.case.facts["sizes"])),
+    )
+
+
+def norm_is(trials: Iterable[Trial], squares: Callable[[Trial, int], Iterable[float]]) -> bool:
+    """Return whether on every rank, one of these squares explains the first step's norm."""
+
+    def explained(trial: Trial, rank: int) -> bool:
+        norms = measured(trial, "norms")[rank]
+        first = norms[0] if isinstance(norms, list) and norms else math.nan
+        return any(math.isclose(first**2, x, rel_tol=1e-8) for x in squares(trial, rank))
+
+    return all_show(on_ranks(trials), explained)
+
+
+# ---- misconceptions ----
+
+
 def over_the_world(trials: Sequence[Trial]) -> bool:
     """Return whether gradients of parts were sent across axes: to all ranks, if all took part."""
     found = free(trials, 2)
-    return all(sent(t, crosses) > most_along(t.case, crosses) for t in found) and all_show(
+    return all(sent(t, "both") > most_along(t.case, "both") for t in found) and all_show(
         on_ranks(found),
         lambda trial, rank: (
             summed_ranks(trial, rank, "first") in (set(range(trial.world_size)), None)
@@ -243,20 +253,6 @@ def over_the_world(trials: Sequence[Trial]) -> bool:
     )
 
 
-@mistake(
-    "parts summed over tp",
-    "The gradients of parameters that are cut are added up along tp. Each rank has a "
-    "different part of the matrix, so this adds gradients of different weights.",
-)
-def parts_over_tp(trials: Sequence[Trial]) -> bool:
-    return sums_over(trials, "first", AXES, 2) and not over_the_world.seen(trials)
-
-
-@mistake(
-    "groups of the wrong ranks",
-    "Gradients are added up over ranks that don't share a part of the model: rows and columns "
-    "of the mesh are confused. The last axis runs fastest.",
-)
 def wrong_groups(trials: Sequence[Trial]) -> bool:
     """Return whether ranks summed gradients of several ranks that are not those along dp and cp."""
 
@@ -270,249 +266,196 @@ def wrong_groups(trials: Sequence[Trial]) -> bool:
     )
 
 
-@mistake(
-    "cp left out",
-    "Gradients are averaged along dp only. Ranks along cp computed other parts of the same "
-    "sequences with the same weights, so their gradients count as well.",
-)
-def cp_left_out(trials: Sequence[Trial]) -> bool:
-    found = [trial for trial in free(trials) if trial.case.facts["sizes"]["cp"] > 1]
-    return sums_over(found, "first", ("dp",))
-
-
-def is_times(trial: Trial, rank: int, k: float, names: Collection[str] | None = None) -> bool:
-    """Return whether a rank's first gradients of these names are k times the right ones."""
-    expected = right_step(trial, rank)
-    found = scale(first_step(trial, rank), {name: expected[name] for name in names or expected})
-    return found is not None and math.isclose(found, k, rel_tol=1e-6)
-
-
-def scaled(trials: Sequence[Trial], by: Callable[[dict[str, int]], float]) -> bool:
-    """Return whether all gradients are `by` times the right ones, wherever that is not 1."""
-    return all_show(
-        on_ranks(t for t in free(trials) if by(t.case.facts["sizes"]) != 1),
-        lambda trial, rank: is_times(trial, rank, by(trial.case.facts["sizes"])),
-    )
-
-
 def cut_is_right(trial: Trial, rank: int) -> bool:
     expected = right_step(trial, rank)
     return alike(first_step(trial, rank), {name: expected[name] for name in CUT})
 
 
-@mistake(
-    "partial gradients not summed",
-    "The layer norm's gradients are not added up along tp. Each rank along tp used these "
-    "weights for its own part of the time, so its copies now drift apart.",
-)
 def partial_not_summed(trials: Sequence[Trial]) -> bool:
     return sums_over(trials, "norm.weight", ("dp", "cp"), 2) and all_show(
         on_ranks(free(trials, 2)), cut_is_right
     )
 
 
-@mistake(
-    "partial gradients averaged",
-    "The layer norm's gradients are averaged along tp. They are parts of one sum, not "
-    "gradients of several mean losses.",
-)
-def partial_averaged(trials: Sequence[Trial]) -> bool:
-    return all_show(
-        on_ranks(free(trials, 2)),
-        lambda trial, rank: (
-            cut_is_right(trial, rank)
-            and is_times(trial, rank, 1 / trial.case.facts["sizes"]["tp"], PARTIAL)
-        ),
-    )
+def partial_averaged(trial: Trial, rank: int) -> bool:
+    tp = trial.case.facts["sizes"]["tp"]
+    return cut_is_right(trial, rank) and is_times(trial, rank, 1 / tp, PARTIAL)
 
 
-@mistake(
-    "share cut along tp too",
-    "Ranks along tp computed different samples, or different times. They hold parts of the "
-    "same matrices: only together can they compute a sample, so all of them need the same.",
-)
-def share_along_tp(trials: Sequence[Trial]) -> bool:
+def tokens(trial: Trial) -> list[list[float]]:
+    """Return a number of each token that went through the model, by rank."""
+    return [[float(x) for part in seen for x in part.flatten()] for seen in measured(trial, "seen")]
+
+
+def share_along_tp(trial: Trial) -> bool:
     """Return whether ranks along tp computed with other samples, or another part of the time."""
-
-    def differ(trial: Trial) -> bool:
-        seen = [torch.cat([x.flatten() for x in mine]) for mine in measured(trial, "seen")]
-        return any(
-            not torch.equal(seen[rank], seen[other])
-            for rank in range(trial.world_size)
-            for other in sharing(trial, rank, ("tp",))
-        )
-
-    return all_show((t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1), differ)
-
-
-@mistake(
-    "whole batch on every rank",
-    "The ranks along dp or cp compute the same tokens again. The values may be right, but "
-    "more ranks don't make a step any faster.",
-)
-def whole_batch(trials: Sequence[Trial]) -> bool:
-    """Return whether somewhere, ranks that differ along dp or cp computed the same tokens."""
-
-    def overlap(trial: Trial) -> bool:
-        seen = [
-            {float(x) for part in mine for x in part.flatten()} for mine in measured(trial, "seen")
-        ]
-        return any(
-            seen[rank] & seen[other]
-            for rank in range(trial.world_size)
-            for other in set(range(rank)) - sharing(trial, rank, ("tp",))
-        )
-
-    return any(map(overlap, ended(trials, 2)))
-
-
-def first_norm(trial: Trial, rank: int) -> float:
-    norms = measured(trial, "norms")[rank]
-    return norms[0] if isinstance(norms, list) and norms else math.nan
-
-
-def is_square(norm: float, squares: Iterable[float]) -> bool:
-    return any(math.isclose(norm**2, square, rel_tol=1e-8) for square in squares)
-
-
-@mistake(added_to_the_last.name, added_to_the_last.says)
-def not_cleared(trials: Sequence[Trial]) -> bool:
-    """Return whether the first step is right, and the second has the gradients of both."""
-
-    def holds_both(trial: Trial, rank: int) -> bool:
-        first, second = (right_step(trial, rank, step) for step in (0, 1))
-        found = trial.results[rank]["gradients"][1]
-        more = {name: found[name] - second[name] for name in CUT}
-        return alike(first_step(trial, rank), first) and (
-            scale(more, {name: first[name] for name in CUT}) is not None
-        )
-
-    return all_show(on_ranks(free(trials)), holds_both)
-
-
-@mistake(
-    "norm counts replicas twice",
-    "Some numbers count several times in the norm, because several ranks hold them. A larger "
-    "norm clips too much. Each number of the model must count once.",
-)
-def counts_replicas(trials: Sequence[Trial]) -> bool:
-    """Return whether the squared norm counts the parts, or the rest, several times, not once."""
-
-    def counted(trial: Trial, rank: int) -> bool:
-        sizes, squares = trial.case.facts["sizes"], trial.case.facts["squares"]
-        times = {1, *sizes.values(), sizes["dp"] * sizes["cp"], trial.world_size}
-        parts, partial, bias = (sum(squares[n] for n in of) for of in (CUT, PARTIAL, ["bias"]))
-        return is_square(
-            first_norm(trial, rank),
-            (
-                a * parts + b * partial + c * bias
-                for a, b, c in itertools.product(times, repeat=3)
-                if max(a, b, c) > 1
-            ),
-        )
-
-    check = norms_equal()
-    return all_show(on_ranks(t for t in ended(trials, 2) if check.wrong(t) is not None), counted)
-
-
-@mistake(
-    "norm before the sum",
-    "Each rank takes the norm of its own gradients, before they are added up. The norm of a "
-    "sum isn't that of its parts, so the ranks clip by factors that have no meaning.",
-)
-def norm_before_the_sum(trials: Sequence[Trial]) -> bool:
-    """Return whether the norm is that of gradients which no message has touched."""
-
-    def squares(trial: Trial, ranks: Iterable[int], names: Collection[str]) -> float:
-        local = measured(trial, "local")
-        return sum(float(local[rank][name].square().sum()) for rank in ranks for name in names)
-
-    def untouched(trial: Trial, rank: int) -> bool:
-        every = set(trial.case.facts["squares"])
-        own, peers = [rank], sharing(trial, rank, ("tp",))
-        mistaken = (
-            squares(trial, own, every),
-            squares(trial, peers, every),
-            squares(trial, peers, CUT) + squares(trial, own, every - set(CUT)),
-        )
-        return is_square(first_norm(trial, rank), mistaken)
-
-    several = (t for t in free(trials) if t.world_size > t.case.facts["sizes"]["tp"])
-    return all_show(on_ranks(several), untouched)
-
-
-@mistake(
-    "norm of one rank's part",
-    "The norm is that of the gradients on this rank. With parts of the matrices on other "
-    "ranks, every rank then clips by another factor.",
-)
-def norm_of_one_part(trials: Sequence[Trial]) -> bool:
-    """Return whether each rank's norm is that of its own optimizer's gradients, before clipping."""
-
-    def own(trial: Trial, rank: int) -> bool:
-        square = sum(float(g.square().sum()) for g in first_step(trial, rank).values())
-        return is_square(first_norm(trial, rank), [square])
-
-    return all_show(on_ranks(free(trials, 2)), own)
-
-
-@mistake(
-    "gradients never clipped",
-    "The norm is right, but no gradient is multiplied by max_norm / norm before the "
-    "optimizer's step.",
-)
-def never_clipped(trials: Sequence[Trial]) -> bool:
-    """Return whether norms are right, but optimizers got unclipped gradients where they clip."""
-    return all_show(
-        on_ranks(trial for trial in ended(trials) if trial.case.facts["clips"]),
-        lambda trial, rank: (
-            is_times(trial, rank, trial.case.facts["times"])
-            and math.isclose(
-                first_norm(trial, rank), trial.case.expected[rank]["norms"][0], rel_tol=1e-6
-            )
-        ),
+    seen = tokens(trial)
+    return any(
+        seen[rank] != seen[other]
+        for rank in range(trial.world_size)
+        for other in sharing(trial, rank, ("tp",))
     )
 
 
-@mistake(NEVER_REDUCED.name, NEVER_REDUCED.says)
-def never_reduced(trials: Sequence[Trial]) -> bool:
-    return sums_over(trials, "first", ())
+def whole_batch(trial: Trial) -> bool:
+    """Return whether somewhere, ranks that differ along dp or cp computed the same tokens."""
+    seen = [set(mine) for mine in tokens(trial)]
+    return any(
+        seen[rank] & seen[other]
+        for rank in range(trial.world_size)
+        for other in set(range(rank)) - sharing(trial, rank, ("tp",))
+    )
 
 
-@mistake(
-    "divides by the world size",
-    "The sum of the gradients is divided by the number of all ranks. Ranks along tp share one "
-    "piece of the batch, so there are only dp · cp pieces to average.",
-)
-def divided_by_world_size(trials: Sequence[Trial]) -> bool:
-    return scaled(trials, lambda sizes: 1 / sizes["tp"])
+def not_cleared(trial: Trial, rank: int) -> bool:
+    """Return whether the first step is right, and the second has the gradients of both."""
+    first, second = (right_step(trial, rank, step) for step in (0, 1))
+    found = trial.results[rank]["gradients"][1]
+    more = {name: found[name] - second[name] for name in CUT}
+    return alike(first_step(trial, rank), first) and (
+        scale(more, {name: first[name] for name in CUT}) is not None
+    )
 
 
-@mistake(
-    "sum for mean",
-    "Gradients are added up and not averaged. Each belongs to the mean loss of one piece of "
-    "the batch, so the sum is dp · cp times too large.",
-)
-def summed_for_mean(trials: Sequence[Trial]) -> bool:
-    return scaled(trials, lambda sizes: sizes["dp"] * sizes["cp"])
+def never_clipped(trial: Trial, rank: int) -> bool:
+    """Return whether the norm is right, but the optimizer got unclipped gradients."""
+    right = trial.case.expected[rank]["norms"][0]
+    return is_times(trial, rank, trial.case.facts["times"]) and (
+        norm_is([trial], lambda *_: [right**2])
+    )
+
+
+def squares_of(trial: Trial, ranks: Iterable[int], names: Collection[str]) -> float:
+    """Return the squares of these ranks' gradients which no message has touched."""
+    local = measured(trial, "local")
+    return sum(float(local[rank][name].square().sum()) for rank in ranks for name in names)
+
+
+def untouched(trial: Trial, rank: int) -> Sequence[float]:
+    """Return the squared norms of gradients before they are summed."""
+    every = set(trial.case.facts["squares"])
+    own, peers = [rank], sharing(trial, rank, ("tp",))
+    return (
+        squares_of(trial, own, every),
+        squares_of(trial, peers, every),
+        squares_of(trial, peers, CUT) + squares_of(trial, own, every - set(CUT)),
+    )
+
+
+def with_replicas(trial: Trial, _: int) -> Iterable[float]:
+    """Return the squared norms that count the parts, or the rest, several times."""
+    sizes, squares = trial.case.facts["sizes"], trial.case.facts["squares"]
+    times = {1, *sizes.values(), shares(sizes), trial.world_size}
+    parts, partial, bias = (sum(squares[n] for n in of) for of in (CUT, PARTIAL, ["bias"]))
+    return (
+        a * parts + b * partial + c * bias
+        for a, b, c in itertools.product(times, repeat=3)
+        if max(a, b, c) > 1
+    )
+
+
+def of_own_part(trial: Trial, rank: int) -> Sequence[float]:
+    """Return the square of what the rank's own optimizer saw, before clipping."""
+    return [sum(float(g.square().sum()) for g in first_step(trial, rank).values())]
 
 
 MISCONCEPTIONS = (  # in the order in which they are tried
     *MESSAGES,
-    share_along_tp,
-    whole_batch,
-    over_the_world,
-    parts_over_tp,
-    wrong_groups,
-    never_reduced,
-    cp_left_out,
-    divided_by_world_size,
-    summed_for_mean,
-    partial_not_summed,
-    partial_averaged,
-    not_cleared,
-    never_clipped,
-    norm_before_the_sum,
-    counts_replicas,
-    norm_of_one_part,
+    Misconception(
+        "share cut along tp too",
+        "Ranks along tp computed different samples, or different times. They hold parts of the "
+        "same matrices: only together can they compute a sample, so all of them need the same.",
+        lambda trials: all_show(
+            (t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1), share_along_tp
+        ),
+    ),
+    Misconception(
+        "whole batch on every rank",
+        "The ranks along dp or cp compute the same tokens again. The values may be right, but "
+        "more ranks don't make a step any faster.",
+        lambda trials: any(map(whole_batch, ended(trials, 2))),
+    ),
+    Misconception(
+        "reduces over the world",
+        "Gradients are added up over all ranks of the world. Ranks along tp hold different parts "
+        "of the matrices: their gradients don't belong together.",
+        over_the_world,
+    ),
+    Misconception(
+        "parts summed over tp",
+        "The gradients of parameters that are cut are added up along tp. Each rank has a "
+        "different part of the matrix, so this adds gradients of different weights.",
+        lambda trials: sums_over(trials, "first", AXES, 2),
+    ),
+    Misconception(
+        "groups of the wrong ranks",
+        "Gradients are added up over ranks that don't share a part of the model: rows and columns "
+        "of the mesh are confused. The last axis runs fastest.",
+        wrong_groups,
+    ),
+    replace(NEVER_REDUCED, seen=lambda trials: sums_over(trials, "first", ())),
+    Misconception(
+        "cp left out",
+        "Gradients are averaged along dp only. Ranks along cp computed other parts of the same "
+        "sequences with the same weights, so their gradients count as well.",
+        lambda trials: sums_over(
+            [t for t in trials if t.case.facts["sizes"]["cp"] > 1], "first", ("dp",)
+        ),
+    ),
+    Misconception(
+        "divides by the world size",
+        "The sum of the gradients is divided by the number of all ranks. Ranks along tp share one "
+        "piece of the batch, so there are only dp · cp pieces to average.",
+        scaled(lambda sizes: 1 / sizes["tp"]),
+    ),
+    Misconception(
+        "sum for mean",
+        "Gradients are added up and not averaged. Each belongs to the mean loss of one piece of "
+        "the batch, so the sum is dp · cp times too large.",
+        scaled(shares),
+    ),
+    Misconception(
+        "partial gradients not summed",
+        "The layer norm's gradients are not added up along tp. Each rank along tp used these "
+        "weights for its own part of the time, so its copies now drift apart.",
+        partial_not_summed,
+    ),
+    Misconception(
+        "partial gradients averaged",
+        "The layer norm's gradients are averaged along tp. They are parts of one sum, not "
+        "gradients of several mean losses.",
+        lambda trials: all_show(on_ranks(free(trials, 2)), partial_averaged),
+    ),
+    replace(
+        added_to_the_last,
+        seen=lambda trials: all_show(on_ranks(free(trials)), not_cleared),
+    ),
+    Misconception(
+        "gradients never clipped",
+        "The norm is right, but no gradient is multiplied by max_norm / norm before the "
+        "optimizer's step.",
+        lambda trials: all_show(
+            on_ranks(t for t in ended(trials) if t.case.facts["clips"]), never_clipped
+        ),
+    ),
+    Misconception(
+        "norm before the sum",
+        "Each rank takes the norm of its own gradients, before they are added up. The norm of a "
+        "sum isn't that of its parts, so the ranks clip by factors that have no meaning.",
+        lambda trials: norm_is(
+            (t for t in free(trials) if t.world_size > t.case.facts["sizes"]["tp"]), untouched
+        ),
+    ),
+    Misconception(
+        "norm counts replicas twice",
+        "Some numbers count several times in the norm, because several ranks hold them. A larger "
+        "norm clips too much. Each number of the model must count once.",
+        lambda trials: norm_is(filter(wrong_norm, ended(trials, 2)), with_replicas),
+    ),
+    Misconception(
+        "norm of one rank's part",
+        "The norm is that of the gradients on this rank. With parts of the matrices on other "
+        "ranks, every rank then clips by another factor.",
+        lambda trials: norm_is(free(trials, 2), of_own_part),
+    ),
 )
