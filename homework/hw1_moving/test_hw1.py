@@ -7,6 +7,7 @@ import torch
 
 from parallel101 import compute
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.grade.compared_values import origins, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -113,19 +114,12 @@ RING_SHIFT = Exercise(
         "return? And whom does a single rank send to?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             lambda: ring_shift_case([torch.ones(1000)] * 4),
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
-        Question(
-            "steps",
-            "4 ranks: how many steps does it take?",
-            lambda: ring_shift_case([torch.ones(1000)] * 4),
-            lambda trial: int(trial.trace.makespan),
-            "steps",
+        ask_steps(
+            "4 ranks: how many steps does it take?", lambda: ring_shift_case([torch.ones(1000)] * 4)
         ),
     ),
     watch=lambda: ring_shift_case([origin_tensor(rank, 4, 6) for rank in range(4)]),
@@ -276,20 +270,12 @@ FLAT_BROADCAST = Exercise(
         "shape and dtype? A message must be contiguous, but x may be transposed.",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "8 ranks, 1000 float32 numbers: how many bytes does the root send?",
             BROADCAST_QUESTION,
             lambda trial: communicated(trial)[0],
-            "bytes",
         ),
-        Question(
-            "steps",
-            "8 ranks: how many steps does it take?",
-            BROADCAST_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
+        ask_steps("8 ranks: how many steps does it take?", BROADCAST_QUESTION),
     ),
     watch=lambda: broadcast_case([origin_tensor(rank, 4, 6) for rank in range(4)], 1),
 )
@@ -327,19 +313,10 @@ TREE_BROADCAST = Exercise(
         "into ranks, recall which rank has position 0.",
     ),
     questions=(
-        Question(
-            "steps",
-            "8 ranks: how many steps does it take?",
-            BROADCAST_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
-        Question(
-            "sent",
+        ask_steps("8 ranks: how many steps does it take?", BROADCAST_QUESTION),
+        ask_sent(
             "8 ranks, 1000 float32 numbers: how many bytes does the busiest rank send?",
             BROADCAST_QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
     ),
     watch=lambda: broadcast_case([origin_tensor(rank, 5, 6) for rank in range(5)], 1),
@@ -490,12 +467,10 @@ SCATTER = Exercise(
         "all; its sender and its receiver both know that.",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "4 ranks, 1000 float32 numbers on the root: how many bytes does the root send?",
             SCATTER_QUESTION,
             lambda trial: communicated(trial)[0],
-            "bytes",
         ),
     ),
     watch=lambda: scatter_case([origin_tensor(rank, 4, 8) for rank in range(4)], 1),
@@ -654,12 +629,10 @@ GATHER = Exercise(
             lambda trial: received(trial)[0],
             "bytes",
         ),
-        Question(
-            "sent",
+        ask_sent(
             "And how many bytes does the root send?",
             GATHER_QUESTION,
             lambda trial: communicated(trial)[0],
-            "bytes",
         ),
     ),
     watch=lambda: gather_case([origin_tensor(rank, 4, 2) for rank in range(4)], 1),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import (
     counted_twice,
     divided_too_often,
@@ -22,7 +23,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -287,20 +287,11 @@ RING_ALL_REDUCE = Exercise(
         "which torch.tensor_split gives. Which chunk of the result do you know already?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             ALL_REDUCE_QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
-        Question(
-            "steps",
-            "How many steps does it take?",
-            ALL_REDUCE_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
+        ask_steps("How many steps does it take?", ALL_REDUCE_QUESTION),
     ),
     watch=lambda: all_reduce_case([origin_tensor(rank, 4, 8) for rank in range(4)]),
 )
@@ -416,19 +407,10 @@ DOUBLING_ALL_REDUCE = Exercise(
         "messages only, one before the loop and one after it. With which rank are they, for any n?",
     ),
     questions=(
-        Question(
-            "steps",
-            "8 ranks: how many steps does it take?",
-            DOUBLING_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
-        Question(
-            "sent",
+        ask_steps("8 ranks: how many steps does it take?", DOUBLING_QUESTION),
+        ask_sent(
             "8 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             DOUBLING_QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
     ),
     watch=lambda: all_reduce_case([origin_tensor(rank, 5, 6) for rank in range(5)], None),

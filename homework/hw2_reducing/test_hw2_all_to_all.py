@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import same
-from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Question, Trial, mistake
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
-    communicated,
     failed,
     received,
     steps,
@@ -144,20 +144,11 @@ ALL_TO_ALL = Exercise(
         "send must not wait, or all ranks would wait at once.",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "4 ranks, 250 float32 numbers for each rank: how many bytes does each rank send?",
             ALL_TO_ALL_QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
-        Question(
-            "steps",
-            "How many steps does it take?",
-            ALL_TO_ALL_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
+        ask_steps("How many steps does it take?", ALL_TO_ALL_QUESTION),
     ),
     watch=lambda: all_to_all_case([origin_tensor(rank, 4, 8).reshape(4, 2) for rank in range(4)]),
 )

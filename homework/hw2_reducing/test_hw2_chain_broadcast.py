@@ -7,6 +7,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.grade.compared_values import close, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -281,13 +282,7 @@ CHAIN_BROADCAST = Exercise(
             lambda trial: round(trial.trace.makespan),
             "steps",
         ),
-        Question(
-            "sent",
-            "How many bytes does the busiest rank send?",
-            QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
-        ),
+        ask_sent("How many bytes does the busiest rank send?", QUESTION),
     ),
     watch=lambda: chain_case([origin_tensor(rank, 4, 8) for rank in range(4)], 1, 4),
 )

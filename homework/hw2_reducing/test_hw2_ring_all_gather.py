@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import origins
-from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Question, Trial, mistake
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
@@ -205,20 +206,11 @@ RING_ALL_GATHER = Exercise(
         "blocks in another order: where does each belong in the result?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "4 ranks, 250 float32 numbers each: how many bytes does each rank send?",
             GATHER_QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
-        Question(
-            "steps",
-            "How many steps does it take?",
-            GATHER_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
+        ask_steps("How many steps does it take?", GATHER_QUESTION),
     ),
     watch=lambda: all_gather_case([origin_tensor(rank, 4, 2) for rank in range(4)]),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import (
     counted_twice,
     everything_to_everyone,
@@ -15,12 +16,11 @@ from parallel101.laboratory.exercises.sums import (
     whole_round_ring,
 )
 from parallel101.laboratory.grade.compared_values import same
-from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Question, Trial, mistake
+from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
-    communicated,
     failed,
     received,
     right,
@@ -163,20 +163,11 @@ RING_REDUCE_SCATTER = Exercise(
         "does a rank begin with, and which one does it have at the end?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             SCATTER_QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
-        Question(
-            "steps",
-            "How many steps does it take?",
-            SCATTER_QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
+        ask_steps("How many steps does it take?", SCATTER_QUESTION),
     ),
     watch=lambda: reduce_scatter_case([origin_tensor(rank, 4, 8) for rank in range(4)]),
 )

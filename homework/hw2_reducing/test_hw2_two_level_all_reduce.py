@@ -6,6 +6,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import counted_twice, facts, left_out
 from parallel101.laboratory.grade.compared_values import weights
 from parallel101.laboratory.grade.exercise import (
@@ -263,19 +264,10 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         "in a ring is not its number.",
     ),
     questions=(
-        Question(
-            "steps",
-            "2 nodes of 4 ranks: how many steps does it take?",
-            QUESTION,
-            lambda trial: int(trial.trace.makespan),
-            "steps",
-        ),
-        Question(
-            "sent",
+        ask_steps("2 nodes of 4 ranks: how many steps does it take?", QUESTION),
+        ask_sent(
             "2 nodes of 4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
             QUESTION,
-            lambda trial: max(communicated(trial)),
-            "bytes",
         ),
         Question(
             "between",

@@ -20,6 +20,7 @@ from parallel101.laboratory.exercises.harness import (
     gradients_of,
     make_model,
 )
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
@@ -602,13 +603,10 @@ EXERCISES = [
             "gathered them outside of the function that it runs?",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send "
                 f"in {STEPS} steps?",
                 lambda: sharded_case(Draw("question"), 2, False, in_pieces=True),
-                lambda trial: max(communicated(trial)),
-                "bytes",
             ),
         ),
         picture="lanes",

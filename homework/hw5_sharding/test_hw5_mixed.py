@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -21,7 +22,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -383,14 +383,11 @@ EXERCISES = [
             "it. Keep the sums in float32 all the way to piece.grad.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 f"The model has {COUNT} weights. Gradients are reduce-scattered in float32, and "
                 f"weights all-gathered in bfloat16. How many bytes does each of two ranks send in "
                 f"{STEPS} steps?",
                 lambda: mixed_case(Draw("question"), 2),
-                lambda trial: max(communicated(trial)),
-                "bytes",
             ),
         ),
         picture="lanes",

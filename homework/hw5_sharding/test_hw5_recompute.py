@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import LEARNING_RATE, PeakBytes
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close
 from parallel101.laboratory.grade.exercise import (
@@ -26,7 +27,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, communicated, ended
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, ended
 from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2
@@ -454,14 +455,11 @@ EXERCISES = [
                 lambda trial: max(measured(trial, "peak")),
                 "bytes",
             ),
-            Question(
-                "sent",
+            ask_sent(
                 f"x has {X} bytes, and a block all-reduces that much once forward and once "
                 f"backward. In {STEPS} steps of {MICROBATCHES} microbatches, how many bytes does "
                 "each of two ranks send?",
                 lambda: recompute_case(Draw("question"), 2, 0.4),
-                lambda trial: max(communicated(trial)),
-                "bytes",
             ),
         ),
         picture="lanes",

@@ -6,19 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
+    MISSING_DX,
     MLP_PARTS,
+    N_TIMES,
     NUMBER,
+    OUTPUT_NOT_SUMMED,
     WHOLE_ON_EVERY_RANK,
     costs,
-    gives_one_of,
+    gives,
     gradients_of,
     graph_cut,
     keeps_at_most,
     least_received,
-    missing_dx,
-    n_times,
-    output_not_summed,
     ring,
     run_module,
     sends_at_most,
@@ -32,7 +33,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 
@@ -118,11 +118,11 @@ PARALLEL_ATTENTION = Exercise(
             "The fused matrix is cut into n equal pieces from top to bottom. So the first ranks "
             "get queries only, and the last ones values only. Each rank needs the rows of its own "
             "heads in all three parts.",
-            gives_one_of(0, "contiguous"),
+            gives(0, "contiguous"),
         ),
-        output_not_summed(0),
-        missing_dx(1),
-        n_times(1),
+        OUTPUT_NOT_SUMMED,
+        MISSING_DX,
+        N_TIMES,
         Misconception(
             "an all-reduce each for query, key and value",
             "The gradient of x is all-reduced three times, once for each of query, key and value. "
@@ -140,13 +140,11 @@ PARALLEL_ATTENTION = Exercise(
         "fewer heads. Along which dim of out do the heads lie?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does "
             "each rank send in backward?",
             lambda: attention_case(Draw("question"), 4, 3, 8, 2),
             lambda trial: sent_in(trial, "backward"),
-            "bytes",
         ),
     ),
     program=run_module,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     NUMBER,
     costs,
@@ -31,7 +32,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
 
@@ -162,8 +162,7 @@ COLUMN_LAYER = Exercise(
         "contiguous, and yours are blocks of columns.",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does "
             "each rank send in backward?",
             lambda: next(
@@ -172,7 +171,6 @@ COLUMN_LAYER = Exercise(
                 if (case := column_case(Draw(str(seed)), 4, 5)).note.endswith("5 → 12 → 8")
             ),
             lambda trial: sent_in(trial, "backward"),
-            "bytes",
         ),
     ),
     program=run_columns,

@@ -7,21 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
+    BIAS_N_TIMES,
+    MISSING_DX,
     MLP_PARTS,
+    N_TIMES,
     NUMBER,
+    OUTPUT_NOT_SUMMED,
     WHOLE_ON_EVERY_RANK,
-    bias_n_times,
     cut_mlp,
-    gives_one_of,
+    gives,
     gradients_of,
     graph_cut,
     keeps_at_most,
     least_received,
-    missing_dx,
     mlp,
-    n_times,
-    output_not_summed,
     ring,
     run_module,
     sends_at_most,
@@ -36,7 +37,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -154,13 +154,13 @@ PARALLEL_MLP = Exercise(
             "GELU on partial sums",
             "GELU is applied before the sum over the ranks is complete. GELU of a sum is not "
             "the sum of the GELUs.",
-            gives_one_of(0, "gelu of partial sums"),
+            gives(0, "gelu of partial sums"),
         ),
         same_shards,
-        bias_n_times(0),
-        output_not_summed(0),
-        missing_dx(1),
-        n_times(1),
+        BIAS_N_TIMES,
+        OUTPUT_NOT_SUMMED,
+        MISSING_DX,
+        N_TIMES,
     ),
     hints=(
         "After the first layer, a rank has some of the hidden features. Which columns of W2 do "
@@ -173,13 +173,11 @@ PARALLEL_MLP = Exercise(
         "once. Which comes before the first layer, and which after the second?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many "
             "bytes does each rank send in forward?",
             lambda: mlp_case(Draw("question"), 4, 5, 8, 32),
             lambda trial: sent_in(trial, "forward"),
-            "bytes",
         ),
     ),
     program=run_module,

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
+    BIAS_N_TIMES,
     NUMBER,
-    bias_n_times,
     costs,
     cut_mlp,
     forward_backward,
@@ -37,7 +38,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
 )
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
@@ -168,7 +168,7 @@ SEQUENCE_PARALLEL = Exercise(
     misconceptions=(
         *MESSAGES,
         graph_cut(lambda result: result[3][2]),
-        bias_n_times(0),
+        BIAS_N_TIMES,
         Misconception(
             "slice of the gradient without the sum",
             "The backward of the all-gather keeps this rank's positions of its own gradient. Every "
@@ -230,13 +230,11 @@ SEQUENCE_PARALLEL = Exercise(
         "gradients in backward. It can be applied to weights, too.",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does "
             "each rank send in forward?",
             lambda: block_case(Draw("question"), 4, 3, 8, 4),
             lambda trial: sent_in(trial, "forward"),
-            "bytes",
         ),
     ),
     program=run_block,

@@ -9,17 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
+    N_TIMES,
     NUMBER,
     Seen,
     forward_backward,
-    gives_one_of,
+    gives,
     gradients_of,
     graph_cut,
     keeps_at_most,
     leaf,
     least_received,
-    n_times,
     ring,
     sends_at_most,
     sent_in,
@@ -32,7 +33,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -198,21 +198,21 @@ VOCABULARY_LOSS = Exercise(
             "blocks taken as equally wide",
             "A rank takes its rank times one width as its first token. Where n does not divide the "
             "vocabulary, the blocks before differ in width.",
-            small_logits_too(gives_one_of(0, "equal blocks")),
+            small_logits_too(gives(0, "equal blocks")),
         ),
         Misconception(
             "softmax maximum kept local",
             "Each rank subtracts the maximum of its own block, and the sums of exponentials are "
             "then added. They have different factors, so their sum means nothing.",
-            small_logits_too(gives_one_of(0, "local maximum")),
+            small_logits_too(gives(0, "local maximum")),
         ),
         Misconception(
             "sum of exponentials kept local",
             "Each rank divides by the sum over its own tokens. Softmax divides by the sum over "
             "all tokens.",
-            small_logits_too(gives_one_of(0, "local sum")),
+            small_logits_too(gives(0, "local sum")),
         ),
-        n_times(1),
+        N_TIMES,
     ),
     hints=(
         "The loss of a position is log Σ exp(logit) − (logit of the target). Both terms can be put "
@@ -225,13 +225,11 @@ VOCABULARY_LOSS = Exercise(
         "gradient on unchanged, as in the MLP. How does the loss follow from the two sums?",
     ),
     questions=(
-        Question(
-            "sent",
+        ask_sent(
             "8 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank "
             "send in forward?",
             lambda: vocabulary_case(Draw("question"), 4, 90),
             lambda trial: sent_in(trial, "forward"),
-            "bytes",
         ),
     ),
     program=run_vocabulary_loss,

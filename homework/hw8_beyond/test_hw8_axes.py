@@ -30,6 +30,7 @@ from parallel101.laboratory.exercises.mesh_exercises import (
     norms_equal,
     sent,
 )
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import ITEM, make_optimizer
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -39,7 +40,6 @@ from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
-    Question,
 )
 from parallel101.spans import compute, span
 
@@ -301,14 +301,12 @@ EXERCISES = [
             "same squares on every rank of a tp group.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 "The mesh is dp 2 × tp 2. Of 2,160 bytes of gradients, 1,920 belong to the "
                 "two matrices that are cut along tp. How many bytes does a rank send along dp "
                 "in one step?",
                 lambda: mesh_case(Draw("question"), 2, 1, 2, False, steps=1),
                 lambda trial: sent(trial, "data"),
-                "bytes",
             ),
         ),
         picture="lanes",

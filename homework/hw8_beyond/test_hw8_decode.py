@@ -12,12 +12,12 @@ from parallel101.laboratory.exercises.attention_exercises import (
     gives,
     only_large_overflow,
 )
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -170,13 +170,10 @@ EXERCISES = [
             "and lse to one tensor (heads, d + 1), and pass it round the ring, as in exercise 5.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 "4 ranks have 12 positions each, with 2 heads of 16 features in float64. How many "
                 "bytes does each rank send?",
                 lambda: decode_case(Draw("question"), [12] * 4),
-                lambda trial: max(communicated(trial)),
-                "bytes",
             ),
         ),
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel101.laboratory.exercises.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
 from parallel101.laboratory.exercises.attention_exercises import unpacked
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
@@ -15,7 +16,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -282,13 +282,11 @@ EXERCISES = [
             "rows at all, or backward would wait for it.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 "3 ranks send [4, 2, 6], [1, 3, 5] and [2, 2, 2] rows of 16 float64 numbers. How "
                 "many bytes of rows does rank 0 send, forward and backward together?",
                 asked,
                 sent_rows,
-                "bytes",
             ),
         ),
         watch=asked,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import graph_cut, is_close
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
@@ -17,7 +18,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -490,15 +490,13 @@ EXERCISES = [
             "expert, also with 0 rows, so that every rank builds the same graph.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 "3 ranks have 2 experts and 2 tokens each, and every token chooses 2 experts. The "
                 "router sends [1, 2, 1], [2, 1, 1] and [1, 1, 2] rows to ranks 0, 1 and 2. A row "
                 "has 16 float64 numbers. How many bytes of rows does the busiest rank send, "
                 "forward and backward together?",
                 asked,
                 sent_rows,
-                "bytes",
             ),
         ),
         watch=a_popular_expert,

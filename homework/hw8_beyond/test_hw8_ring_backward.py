@@ -20,6 +20,7 @@ from parallel101.laboratory.exercises.attention_exercises import (
     gives,
     unpacked,
 )
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import parts_right
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -27,7 +28,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Misconception,
-    Question,
     Trial,
     mistake,
 )
@@ -35,7 +35,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
-    communicated,
     value,
 )
 
@@ -243,13 +242,10 @@ EXERCISES = [
             "your own.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 "4 ranks have 8 positions each, with 2 heads of 16 features in float64. dK and dV "
                 "travel round with K and V, and then home. How many bytes does each rank send?",
                 lambda: backward_case(Draw("question"), [8] * 4),
-                lambda trial: max(communicated(trial)),
-                "bytes",
             ),
         ),
         watch=lambda: backward_case(Draw("question"), [8] * 4),

@@ -22,6 +22,7 @@ from parallel101.laboratory.exercises.attention_exercises import (
     only_large_overflow,
     unpacked,
 )
+from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import parts_right
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -38,7 +39,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
-    communicated,
     failed,
     value,
 )
@@ -333,13 +333,10 @@ EXERCISES = [
             "passed on, but not computed. torch.stack makes one message of k and v.",
         ),
         questions=(
-            Question(
-                "sent",
+            ask_sent(
                 "4 ranks have 8 positions each, with 2 heads of 16 features in float64. How many "
                 "bytes does each rank send?",
                 lambda: forward_case(Draw("question"), [8] * 4),
-                lambda trial: max(communicated(trial)),
-                "bytes",
             ),
             Question(
                 "seconds",

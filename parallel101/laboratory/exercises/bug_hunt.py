@@ -254,10 +254,8 @@ def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
 
 
 def _shuffled(draw: Draw, items: list[str]) -> list[str]:
-    rest, found = list(items), []
-    while rest:
-        found.append(rest.pop(draw.integer(0, len(rest) - 1)))
-    return found
+    rest = list(items)
+    return [rest.pop(draw.integer(0, len(rest) - 1)) for _ in items]
 
 
 def _table(steps: int, n: int, value: Any) -> list[list[Any]]:
@@ -304,9 +302,9 @@ def _slow(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
     plan["seconds"][once][draw.integer(0, steps - 1)][draw.integer(0, 1)] *= 2.5
     if cause == "slow compute":
         which = draw.integer(0, 1)
+        line = ("load", "forward")[which]
         for seconds in plan["seconds"][culprit]:
             seconds[which] *= 2.5
-        line = ("load", "forward")[which]
     elif cause == "large message":
         for rows in plan["rows"]:
             rows[culprit] *= 4
@@ -316,21 +314,15 @@ def _slow(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
 
 
 def _wrong(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
-    step = draw.integer(1, steps - 2)
-    plan = {
-        "steps": steps,
-        "seed": draw.integer(0, 10**6),
-        "uses": _table(steps, n, "mean"),
-        "updates": _table(steps, n, True),
-    }
-    table, line, fault = {
-        "not summed": ("uses", "gradient", "own"),
-        "divided twice": ("uses", "gradient", "mean again"),
-        "stale gradient": ("uses", "gradient", "before"),
-        "skipped update": ("updates", "weights", False),
-    }[cause]
-    plan[table][step][culprit] = fault  # type: ignore[index]
-    return plan, line, {}
+    step, seed = draw.integer(1, steps - 2), draw.integer(0, 10**6)
+    uses, updates = _table(steps, n, "mean"), _table(steps, n, True)
+    if cause == "skipped update":
+        updates[step][culprit] = False
+    else:
+        uses[step][culprit] = USES[cause]
+    line = "weights" if cause == "skipped update" else "gradient"
+    return {"steps": steps, "seed": seed, "uses": uses, "updates": updates}, line, {}
 
 
+USES = {"not summed": "own", "divided twice": "mean again", "stale gradient": "before"}
 MADE = {"hang": _hang, "slow": _slow, "wrong": _wrong}

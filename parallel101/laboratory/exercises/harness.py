@@ -87,6 +87,12 @@ def count_weights(sizes: Sequence[int], tied: bool = False) -> int:
     return sum(a * b + b for a, b in zip(sizes, sizes[1:])) - (sizes[0] * sizes[1] if tied else 0)
 
 
+def mark(name: str, **labels: Any) -> None:
+    """Record a moment: a span that takes no time."""
+    with span(name, **labels):
+        pass
+
+
 class OptimizerSteps:
     """The weights before the optimizer's first step, and the gradients at each step.
 
@@ -100,8 +106,7 @@ class OptimizerSteps:
         optimizer.register_step_pre_hook(self._before)
 
     def _before(self, *_: Any) -> None:
-        with span("optimizer step", step=len(self.gradients) + 1):
-            pass
+        mark("optimizer step", step=len(self.gradients) + 1)
         named = dict(self.model.named_parameters())
         self.start = self.start or {name: p.detach().clone() for name, p in named.items()}
         self.gradients.append(
@@ -126,15 +131,10 @@ def mark_gradients(model: nn.Module) -> None:
     Call it before the learner adds hooks.
     """
 
-    def ready(name: str) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            with span("gradient ready", parameter=name):
-                pass
-
-        return mark
-
     for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(ready(name))
+        p.register_post_accumulate_grad_hook(
+            lambda _, name=name: mark("gradient ready", parameter=name)
+        )
 
 
 class PeakBytes:
@@ -196,20 +196,12 @@ class Optimizers:
 
         def before(*_: Any) -> None:
             step = next(steps)
-            with span("optimizer step", step=step + 1):
-                gradients = [
-                    p.grad
-                    for group in optimizer.param_groups
-                    for p in group["params"]
-                    if p.grad is not None
-                ]
+            mark("optimizer step", step=step + 1)
+            given = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            gradients = [gradient for gradient in given if gradient is not None]
             self.squares += [0.0] * (step + 1 - len(self.squares))
-            self.squares[step] += sum(
-                float((gradient.double() ** 2).sum()) for gradient in gradients
-            )
-            self.gradient_bytes = max(
-                self.gradient_bytes, sum(gradient.nbytes for gradient in gradients)
-            )
+            self.squares[step] += sum(float(g.double().square().sum()) for g in gradients)
+            self.gradient_bytes = max(self.gradient_bytes, sum(g.nbytes for g in gradients))
 
         optimizer.register_step_pre_hook(before)
         self.made.append(optimizer)
@@ -217,10 +209,10 @@ class Optimizers:
 
     def result(self) -> dict[str, Any]:
         """Return what a rank sends to the grader, with the optimizers' state in one flat tensor."""
-        states = [values for optimizer in self.made for values in optimizer.state.values()]
         tensors = [
             value.detach().flatten()
-            for values in states
+            for optimizer in self.made
+            for values in optimizer.state.values()
             for value in values.values()
             if isinstance(value, Tensor)
         ]

@@ -7,6 +7,7 @@ planned(…)                the planner's best; it runs in the grader only, and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from parallel101.cost.hardware import chip_of
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import step_memory
-from parallel101.cost.step_time import StepTime, step_time
+from parallel101.cost.step_time import step_time
 from parallel101.laboratory.grade.exercise import Trial
 from parallel101.laboratory.grade.exercise_checks import ended
 
@@ -80,7 +81,7 @@ def layout_evaluator(
         layout = layout_of(model, gpus, batch, said)
         left -= 1
         found = step_time(model, layout, cluster)
-        nbytes = max(stage.total for stage in step_memory(model, layout))
+        nbytes = fullest(model, layout)
         return {"seconds": found.seconds, "mfu": found.mfu, "bytes": nbytes}
 
     return evaluate
@@ -105,39 +106,33 @@ def choose_on(
 
 
 class Chosen:
-    """The learner's choice in one trial. Raises ValueError if it is no layout."""
+    """The learner's choice in one trial. Raises ValueError if it is no layout.
+
+    Attributes:
+        shape, cluster, layout: the model, the GPUs, and what was chosen.
+        nbytes, fits: the bytes on the fullest GPU, and whether it has as many.
+        time: what a step costs.
+        best: the planner's layout for the same model and cluster, and its MFU.
+        share: the layout's MFU, as a share of the planner's MFU.
+    """
 
     def __init__(self, trial: Trial):
         facts = trial.case.facts
         self.shape = ModelShape(**dict(zip(SHAPE, facts["shape"])))
         self.cluster = Cluster(chip_of(facts["device"]), facts["gpus"], memory=facts["memory"])
         self.layout = layout_of(self.shape, facts["gpus"], facts["batch"], trial.results[0])
-
-    @property
-    def nbytes(self) -> float:
-        """The bytes on the fullest GPU."""
-        return max(stage.total for stage in step_memory(self.shape, self.layout))
-
-    @property
-    def fits(self) -> bool:
-        return self.nbytes <= self.cluster.memory_bytes
-
-    @property
-    def time(self) -> StepTime:
-        return step_time(self.shape, self.layout, self.cluster)
-
-    @property
-    def best(self) -> tuple[ParallelLayout, float]:
-        """The planner's layout for the same model and cluster, and its MFU."""
-        cluster = self.cluster
-        return planned(
-            self.shape, cluster.chip.name, cluster.gpus, cluster.memory_bytes, self.layout.batch
+        self.nbytes = fullest(self.shape, self.layout)
+        self.fits = self.nbytes <= self.cluster.memory_bytes
+        self.time = step_time(self.shape, self.layout, self.cluster)
+        self.best = planned(
+            self.shape, facts["device"], facts["gpus"], facts["memory"], facts["batch"]
         )
+        self.share = self.time.mfu / self.best[1]
 
-    @property
-    def share(self) -> float:
-        """The layout's MFU, as a share of the planner's MFU."""
-        return self.time.mfu / self.best[1]
+
+def fullest(shape: ModelShape, layout: ParallelLayout) -> float:
+    """Return the bytes on the fullest GPU."""
+    return max(stage.total for stage in step_memory(shape, layout))
 
 
 @lru_cache(maxsize=64)
@@ -167,8 +162,6 @@ def chosen(trials: Sequence[Trial]) -> list[Chosen]:
     """Return the choices that are layouts."""
     found = []
     for trial in ended(trials):
-        try:
+        with contextlib.suppress(ValueError):
             found.append(Chosen(trial))
-        except ValueError:
-            pass
     return found

@@ -53,22 +53,14 @@ def mean_square(y: Tensor, target: Tensor) -> Tensor:
 
 
 def one_process(
-    seed: int, stages: Sequence[int], inputs: list[Tensor], targets: list[Tensor]
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """Return the microbatches' mean loss and each stage's gradients, computed in one process.
-
-    It runs the stages in this order.
-    """
-    model = nn.Sequential(*(stage_of(seed, number) for number in stages))
-    loss = torch.stack(
-        [mean_square(model(x), target) for x, target in zip(inputs, targets, strict=True)]
-    ).mean()
+    seed: int, stages: int, inputs: list[Tensor], targets: list[Tensor]
+) -> tuple[Tensor, list[list[Any]]]:
+    """Return the microbatches' mean loss and each stage's gradients, computed in one process."""
+    model = nn.Sequential(*(stage_of(seed, number) for number in range(stages)))
+    pairs = zip(inputs, targets, strict=True)
+    loss = torch.stack([mean_square(model(x), target) for x, target in pairs]).mean()
     loss.backward()
-    gradients = {
-        number: [p.grad for p in part.parameters() if p.grad is not None]
-        for number, part in zip(stages, model, strict=True)
-    }
-    return loss.detach(), [gradients[number] for number in sorted(gradients)]
+    return loss.detach(), [[p.grad for p in part.parameters()] for part in model]
 
 
 class InSlots(nn.Module):
@@ -99,44 +91,37 @@ def run_step(
     return [loss, [p.grad for p in stage.parameters()]]
 
 
-def batch(draw: Draw, microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
-    xs, targets = (draw.tensors(microbatches, ROWS, WIDTH, dtype=torch.float64) for _ in range(2))
-    return xs, targets
-
-
 def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool = False) -> Case:
-    seed = draw.integer(1, 900)
-    xs, targets = batch(draw, m)
-    stages = range(p * (chunks or 1))
+    seed, stages = draw.integer(1, 900), p * (chunks or 1)
+    xs, targets = (draw.tensors(m, ROWS, WIDTH, dtype=torch.float64) for _ in range(2))
     loss, gradients = one_process(seed, stages, xs, targets)
     _, last = one_process(seed, stages, xs[-1:], targets[-1:])
-    of_chunks = [[gradients[number] for number in range(rank, len(stages), p)] for rank in range(p)]
-    of_rank = [[g for chunk in found for g in chunk] for found in of_chunks]
 
     def expected(rank: int) -> list[Any]:
         end = loss if rank == p - 1 else None
         if chunks is not None:
-            return [ANYTHING, end, of_chunks[rank]]
+            return [ANYTHING, end, gradients[rank::p]]
         if split:
-            weights = stage_of(seed, rank).parameters()
-            pairs = zip(weights, of_rank[rank])
+            pairs = zip(stage_of(seed, rank).parameters(), gradients[rank])
             return [end, [w.detach() - LEARNING_RATE * g for w, g in pairs]]
-        return [end, of_rank[rank]]
+        return [end, gradients[rank]]
 
-    more = () if chunks is None else (chunks,)
     note = f"{m} microbatch{'es' * (m != 1)}"
+    if chunks is not None:
+        note += f", {chunks} chunk{'s' * (chunks != 1)}"
     return Case(
         [
-            (seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m, *more)
+            (seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m)
+            + (() if chunks is None else (chunks,))
             for rank in range(p)
         ],
         [expected(rank) for rank in range(p)],
-        note if chunks is None else f"{note}, {chunks} chunk{'s' * (chunks != 1)}",
+        note,
         {
             "p": p,
             "m": m,
             "chunks": chunks or 1,
-            "gradients": of_rank,
+            "gradients": [sum(gradients[rank::p], []) for rank in range(p)],
             "last": last,
             "activation": xs[0].nbytes,
         },
@@ -227,10 +212,11 @@ def returned(trial: Trial, rank: int) -> list[Any]:
     return [g for part in found for g in (part if isinstance(part, list) else [part])]
 
 
-def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether every rank returned the expected gradients, which are given by rank."""
+def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]], k: float) -> bool:
+    """Return whether every rank returned k times these gradients, which are given by rank."""
     return trial.error is None and all(
-        same(returned(trial, rank), gradients) for rank, gradients in enumerate(expected)
+        same(returned(trial, rank), [k * g for g in gradients])
+        for rank, gradients in enumerate(expected)
     )
 
 
@@ -246,18 +232,12 @@ def several(trial: Trial) -> bool:
 
 
 def scaled(trial: Trial) -> bool:
-    m = trial.case.facts["m"]
-    return gradients_are(
-        trial, [[g * m for g in gradients] for gradients in trial.case.facts["gradients"]]
-    )
+    return gradients_are(trial, trial.case.facts["gradients"], trial.case.facts["m"])
 
 
 def last_only(trial: Trial) -> bool:
-    m, last = trial.case.facts["m"], trial.case.facts["last"]
-    return any(
-        gradients_are(trial, [[g * k for g in gradients] for gradients in last])
-        for k in (1.0, 1.0 / m)
-    )
+    ks = (1.0, 1.0 / trial.case.facts["m"])
+    return any(gradients_are(trial, trial.case.facts["last"], k) for k in ks)
 
 
 def detached(trial: Trial) -> bool:
@@ -284,16 +264,16 @@ def one_at_a_time(trials: Sequence[Trial]) -> bool:
     All runs must be right; those with one rank or one microbatch say nothing.
     """
 
-    def most(trial: Trial) -> int:
+    def overlap(trial: Trial) -> bool:
         under_way: dict[Any, list[float]] = {}
         for event in forwards_and_last_halves(trial, 0):
             own = under_way.setdefault((event.args or {}).get("microbatch"), [])
             own += [event.start, event.end]
-        spans = [(min(own), max(own)) for own in under_way.values()]
-        return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
+        order = sorted((min(own), max(own)) for own in under_way.values())
+        return any(start < end for (_, end), (start, _) in zip(order, order[1:]))
 
     found = [trial for trial in trials if trial.world_size > 1 and several(trial)]
-    return not failed(trials) and all_show(found, lambda trial: most(trial) == 1)
+    return not failed(trials) and all_show(found, lambda trial: not overlap(trial))
 
 
 NO_AVERAGE = Misconception(

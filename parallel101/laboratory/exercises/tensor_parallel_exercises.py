@@ -135,45 +135,34 @@ def every_wrong(seen: Callable[[Trial], bool]) -> Seen:
     return seen_everywhere
 
 
-def is_close(found: Any, expected: Tensor) -> bool:
-    alike = isinstance(found, Tensor) and found.shape == expected.shape
-    # equal: both may be infinite
-    return alike and (torch.equal(found, expected) or close(found, expected, 1e-8))
+def is_close(found: Any, expected: Any) -> bool:
+    """Return whether two tensors have one shape, and equal values, which may be infinite."""
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return False
+    return found.shape == expected.shape and (
+        torch.equal(found, expected) or close(found, expected, 1e-8)
+    )
 
 
 def gives(part: int, fact: str) -> Seen:
-    """Return a test of whether every wrong run has case.facts[fact] as part `part` of its results.
+    """Return a test of whether part `part` of every wrong run's results is what a mistake gives.
 
-    The fact has, by rank, the values of a mistake.
+    case.facts[fact] has the values that it may be.
     """
-    return every_wrong(
-        lambda trial: all(
-            same(result[part], mistaken)
-            for result, mistaken in zip(trial.results, trial.case.facts[fact], strict=True)
-        )
-    )
+
+    def shown(trial: Trial, rank: int) -> bool:
+        found = trial.results[rank][part]
+        return any(is_close(found, x) or same(found, x) for x in trial.case.facts[fact])
+
+    return every_wrong(lambda trial: all_show(on_ranks([trial]), shown))
 
 
 def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
     """Return whether these parts of every wrong run's results are right."""
     return all(
-        is_close(found[part], expected[part])
-        for trial in wrong_trials(trials)
-        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        is_close(trial.results[rank][part], trial.case.expected[rank][part])
+        for trial, rank in on_ranks(wrong_trials(trials))
         for part in parts
-    )
-
-
-def gives_one_of(part: int, fact: str) -> Seen:
-    """Return a test like `gives` for a mistake with several forms.
-
-    Part `part` of each rank's result is one of `case.facts[fact]`.
-    """
-    return every_wrong(
-        lambda trial: all(
-            any(is_close(r[part], mistaken) for mistaken in trial.case.facts[fact])
-            for r in trial.results
-        )
     )
 
 
@@ -183,14 +172,14 @@ def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
     This must hold in every wrong run, on every rank.
     """
 
-    def seen(trial: Trial, rank: int) -> bool:
+    def shown(trial: Trial, rank: int) -> bool:
         mine, right = trial.results[rank][part], trial.case.expected[rank][part]
         if isinstance(right, list | tuple):
             mine, right = mine[0], right[0]
         found = factor(mine, right)
         return found is not None and abs(found - k(trial.world_size)) < 1e-6
 
-    return every_wrong(lambda trial: all_show(on_ranks([trial]), seen))
+    return every_wrong(lambda trial: all_show(on_ranks([trial]), shown))
 
 
 def costs(name: str, times: float) -> Seen:
@@ -199,49 +188,38 @@ def costs(name: str, times: float) -> Seen:
     A tenth more or less is accepted. Only bytes in spans of this name count, and runs on more than
     two ranks.
     """
-
-    def seen(trials: Sequence[Trial]) -> bool:
-        large = [trial for trial in trials if trial.world_size > 2]
-        return not failed(trials) and all_show(
-            large, lambda t: 0.9 <= sent_in(t, name) / (times * t.case.facts[name]) <= 1.1
+    return lambda trials: (
+        not failed(trials)
+        and all_show(
+            (trial for trial in trials if trial.world_size > 2),
+            lambda t: 0.9 <= sent_in(t, name) / (times * t.case.facts[name]) <= 1.1,
         )
-
-    return seen
-
-
-def n_times(part: int) -> Misconception:
-    return Misconception(
-        "gradient n times too large",
-        "The gradient is n times the right one. Every rank has the same loss, which counts once, "
-        "and a sum over the ranks counts it n times.",
-        gradients_times(part, lambda n: n),
     )
 
 
-def missing_dx(part: int) -> Misconception:
-    return Misconception(
-        "missing all-reduce of dX",
-        "Each rank's gradient of x holds only what comes through its own block. x went into every "
-        "rank's block, so these parts must be added.",
-        gives(part, "parts of dx"),
-    )
-
-
-def output_not_summed(part: int) -> Misconception:
-    return Misconception(
-        "output never summed",
-        "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the "
-        "outputs of all ranks must be added.",
-        gives(part, "parts of y"),
-    )
-
-
-def bias_n_times(part: int) -> Misconception:
-    return Misconception(
-        "bias added n times",
-        "Every rank adds the bias before the sum over the ranks, so the result holds it n times.",
-        gives(part, "y with n biases"),
-    )
+N_TIMES = Misconception(
+    "gradient n times too large",
+    "The gradient is n times the right one. Every rank has the same loss, which counts once, and a "
+    "sum over the ranks counts it n times.",
+    gradients_times(1, lambda n: n),
+)
+MISSING_DX = Misconception(
+    "missing all-reduce of dX",
+    "Each rank's gradient of x holds only what comes through its own block. x went into every "
+    "rank's block, so these parts must be added.",
+    gives(1, "parts of dx"),
+)
+OUTPUT_NOT_SUMMED = Misconception(
+    "output never summed",
+    "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the outputs "
+    "of all ranks must be added.",
+    gives(0, "parts of y"),
+)
+BIAS_N_TIMES = Misconception(
+    "bias added n times",
+    "Every rank adds the bias before the sum over the ranks, so the result holds it n times.",
+    gives(0, "y with n biases"),
+)
 
 
 def graph_cut(

@@ -98,17 +98,16 @@ def equals_one_process() -> Check:
                 if rank
                 else "rank 0 did not begin with its own weights"
             )
-            compared = [(f"{began}: {{}}", found["start"], expected["start"])] if most else []
-            compared += [
-                (f"at step {step}, rank {rank}'s gradient of {{}}", *pair)
-                for step, pair in enumerate(zip(steps, most), start=1)
-            ]
-            compared.append(
-                (f"rank {rank}'s {{}} at the end", found["weights"], expected["weights"])
-            )
-            for says, mine, theirs in compared:
-                for name in theirs:
-                    if (what := difference(mine.get(name), theirs[name])) is not None:
+            for says, mine, theirs in (
+                (f"{began}: {{}}", found["start"], expected["start"] if most else {}),
+                *(
+                    (f"at step {step}, rank {rank}'s gradient of {{}}", *pair)
+                    for step, pair in enumerate(zip(steps, most), start=1)
+                ),
+                (f"rank {rank}'s {{}} at the end", found["weights"], expected["weights"]),
+            ):
+                for name, right in theirs.items():
+                    if (what := difference(mine.get(name), right)) is not None:
                         return f"{says.format(name)}: {what}"
         return None
 
@@ -125,9 +124,9 @@ def alike(found: Named, expected: Named) -> bool:
 
 def scale(found: Named, expected: Named) -> float | None:
     """Return k if all of `found` is k times `expected`; None if there is no such factor."""
-    if alike(found, expected):
-        return 1.0
-    return factor(flat(found, expected), flat(expected, expected))
+    return (
+        1.0 if alike(found, expected) else factor(flat(found, expected), flat(expected, expected))
+    )
 
 
 def flat(named: Named, names: Iterable[str]) -> Tensor:
