@@ -10,7 +10,6 @@ import pytest
 
 from parallel101.laboratory.exercises.bug_hunt import CAUSES, hunt
 from parallel101.laboratory.grade.grading import run_cases
-from parallel101.laboratory.grade.release import handed_out
 from parallel101.laboratory.grade.remote import SubmissionRanks
 from parallel101.laboratory.record.errors import DeadlockError
 from tests.homework.test_solutions import EXERCISES, HOMEWORK, reference
@@ -56,11 +55,3 @@ def test_the_questions_are_about_the_program_in_the_notebook(kind):
     with SubmissionRanks(exercise, reference(f"find_{kind}")) as ranks:
         (trial,) = run_cases(ranks, [exercise.questions[0].case()], time.monotonic() + 30)
     assert tuple(question.measured(trial) for question in exercise.questions) == answer
-
-
-def test_no_answer_is_handed_out():
-    from parallel101.laboratory.grade.homework import find_sets
-
-    (homework,) = find_sets(HOMEWORK / "hw8_beyond")
-    names = {file.name for file in handed_out(homework)}
-    assert "hw8.py" in names and not {"reference.py", "wrong.py", "unusual.py"} & names

@@ -35,6 +35,7 @@ from parallel101.laboratory.grade.exercise import (
     find,
     module_of,
 )
+from parallel101.laboratory.grade.exercise_report import Prediction
 from parallel101.laboratory.grade.grading import (
     EXERCISE_SECONDS,
     PUBLIC_SEED,
@@ -118,6 +119,42 @@ def cases_of(function: str) -> list[Case]:
     return EXERCISES[function].cases(Draw(PUBLIC_SEED, function))
 
 
+# what a learner predicts by the formula of the lesson
+PREDICTIONS = [
+    ("train_naive", "total", 3 * 4 * 2 * 3 / 4 * 928 + 3 * 928),  # the gradients, then a broadcast
+    ("average_in_buckets", "calls", 4),  # three gradients of 48 bytes fit into 150
+    ("train_overlapped", "seconds", 4 * (1 + 2) + 1),
+    ("train_zero1", "state", 1680 / 3),
+    ("train_zero2", "peak", 288),
+    ("train_zero3", "sent", 2 * 3 * 1 / 2 * 1680),
+    ("decode_attention", "sent", 3 * 2 * (16 + 1) * 8),
+    ("ring_attention_forward", "sent", 3 * 2 * (2 * 8 * 16 * 8)),
+    ("ring_attention_forward", "seconds", 4),
+    ("ring_attention_backward", "sent", (3 + 4) * 2 * (2 * 8 * 16 * 8)),
+    ("exchange_rows", "sent", (8 + 3) * 16 * 8),  # 8 rows go to others, 3 gradients go back
+    ("mixture_of_experts", "sent", 2 * (3 + 3) * 16 * 8),
+    ("train_on_mesh", "sent", 2 * 1 / 2 * (1920 / 2 + 240)),
+    ("bus_bandwidth", "algorithm", 30 / (2 * 3 / 4)),
+    # 8 layers of 12h² and the embedding, cut over tp 8, 18 bytes each
+    ("memory", "states", round(18 * (8 * 12 * 12288**2 + 51200 * 12288) / 8 / 1e9)),
+    ("step_seconds", "bubble", round(100 * 11 / 96, 1)),
+    ("checkpoint_interval", "lost", round(100 * ((2 * 60 / 10986) ** 0.5 + 600 / 10986))),
+    ("stragglers", "slow", round(100 * (1 - 0.999**1024))),
+]
+
+
+def disagreements(exercise: Exercise, ranks: SubmissionRanks) -> list[str]:
+    """The predictions of this exercise that differ from a run of the reference."""
+    found = []
+    for function, name, said in PREDICTIONS:
+        if function == exercise.function:
+            question = next(one for one in exercise.questions if one.name == name)
+            (trial,) = run_cases(ranks, [question.case()], time.monotonic() + 30)
+            prediction = Prediction(question, said, question.measured(trial))
+            found += [] if prediction.agrees else [f"{function}: {prediction}"]
+    return found
+
+
 def complaint(name: str, solution: Solution, verdict: ExerciseVerdict) -> list[str]:
     """What to read if a solution doesn't get the verdict that it should get."""
     if name in UNUSUAL:
@@ -136,9 +173,12 @@ def complaint(name: str, solution: Solution, verdict: ExerciseVerdict) -> list[s
 
 @pytest.mark.parametrize("function", EXERCISES)
 def test_odd_solutions_keep_full_points_and_wrong_ones_lose_some_and_get_their_names(function):
-    """All of an exercise run on the same processes: starting them takes longer."""
+    """All of an exercise run on the same processes: starting them takes longer. A right prediction
+    agrees with the reference's run.
+    """
     exercise, complaints = EXERCISES[function], []
     with SubmissionRanks(exercise, reference(function)) as ranks:
+        complaints += disagreements(exercise, ranks)
         for name, solution in [*UNUSUAL.items(), *WRONG.items()]:
             if name.partition("__")[0] == function:
                 ranks.take(solution.submission)
