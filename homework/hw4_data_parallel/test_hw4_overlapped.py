@@ -43,7 +43,13 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, not_every_rank, right
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    at_most,
+    bytes_sent,
+    not_every_rank,
+    right,
+)
 
 LAYERS = 4
 MOST_EXPOSED = 0.6  # of the messages' time, in a right solution
@@ -190,18 +196,14 @@ def exposed(trial: Trial) -> float:
 
 
 def hidden() -> Check:
-    def wrong(trial: Trial) -> str | None:
-        part = exposed(trial)
-        return (
-            None
-            if part <= MOST_EXPOSED
-            else (
-                f"{part:.0%} of the messages' time is added to the step; with one message for each "
-                "layer it is 25%"
-            )
-        )
-
-    return Check("overlap", "most of the messages' time is hidden behind backward", wrong)
+    return at_most(
+        "overlap",
+        "most of the messages' time is hidden behind backward",
+        exposed,
+        lambda case: MOST_EXPOSED,
+        "{found:.0%} of the messages' time is added to the step; with one message for each layer "
+        "it is 25%",
+    )
 
 
 @mistake(

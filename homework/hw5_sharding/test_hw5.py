@@ -39,6 +39,7 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
+    at_most,
     bytes_sent,
     communicated,
     ended,
@@ -228,70 +229,71 @@ def state_bytes(trial: Trial) -> list[int]:
     return [state.nbytes if isinstance(state, Tensor) else 0 for state in measured(trial, "state")]
 
 
+def a_parameter(case: Case) -> int:
+    """Return the bytes that a rank may hold beyond 1/n, since pieces are padded."""
+    return case.facts["parameter"] if case.world_size > 1 else 0
+
+
+def nth_part(case: Case) -> float:
+    return case.facts["whole"] / case.world_size
+
+
 def optimizer_is_sharded() -> Check:
     """Check that each rank holds 1/n of the momentum, and at most one parameter more.
 
     Together the ranks hold the momentum of the whole model, in any order.
     """
+    held = at_most(
+        "memory",
+        "each rank's optimizer holds 1/n of the state",
+        state_bytes,
+        nth_part,
+        "rank {rank}'s optimizer holds {found} bytes; 1/n is {most:g}",
+        a_parameter,
+    )
 
-    def wrong(trial: Trial) -> str | None:
-        part = trial.case.facts["whole"] / trial.world_size
-        most = part + (trial.case.facts["parameter"] if trial.world_size > 1 else 0)
-        for rank, nbytes in enumerate(state_bytes(trial)):
-            if nbytes > most:
-                return (
-                    f"rank {rank}'s optimizer holds {nbytes} bytes; 1/{trial.world_size} is "
-                    f"{part:g}"
-                )
+    def incomplete(trial: Trial) -> str | None:
         states = [state for state in measured(trial, "state") if isinstance(state, Tensor)]
         found = torch.cat([torch.zeros(0), *(state.flatten() for state in states)]).double()
-        expected = trial.case.facts["state"].sort().values
-        if not close(found[found != 0].sort().values, expected, 1e-5):
-            return (
-                "the ranks' optimizers together don't hold the momentum of the whole model, each "
-                "number once"
-            )
-        return None
+        if close(found[found != 0].sort().values, trial.case.facts["state"].sort().values, 1e-5):
+            return None
+        return (
+            "the ranks' optimizers together don't hold the momentum of the whole model, each "
+            "number once"
+        )
 
-    return Check("memory", "each rank's optimizer holds 1/n of the state", wrong)
+    return replace(held, wrong=lambda trial: held.wrong(trial) or incomplete(trial))
 
 
 def gradients_are_freed() -> Check:
-    def wrong(trial: Trial) -> str | None:
-        n, facts = trial.world_size, trial.case.facts
-        for rank, (peak, kept) in enumerate(
-            zip(measured(trial, "peak"), measured(trial, "gradient bytes"))
-        ):
-            if not isinstance(peak, int) or peak > 2 * facts["layer"]:
-                return (
-                    f"rank {rank} had {peak} bytes of whole gradients at once; those of two layers "
-                    f"are {2 * facts['layer']}"
-                )
-            most = facts["whole"] / n + (facts["parameter"] if n > 1 else 0)
-            if not isinstance(kept, int) or kept > most:
-                return (
-                    f"at optimizer.step(), rank {rank} had {kept} bytes of gradients; 1/{n} is "
-                    f"{facts['whole'] / n:g}"
-                )
-        return None
-
-    return Check("memory", "whole gradients of at most two layers, then 1/n of them", wrong)
+    says = "whole gradients of at most two layers, then 1/n of them"
+    peak = at_most(
+        "memory",
+        says,
+        lambda trial: measured(trial, "peak"),
+        lambda case: 2 * case.facts["layer"],
+        "rank {rank} had {found} bytes of whole gradients at once; those of two layers are {most}",
+    )
+    kept = at_most(
+        "memory",
+        says,
+        lambda trial: measured(trial, "gradient bytes"),
+        nth_part,
+        "at optimizer.step(), rank {rank} had {found} bytes of gradients; 1/n is {most:g}",
+        a_parameter,
+    )
+    return replace(peak, wrong=lambda trial: peak.wrong(trial) or kept.wrong(trial))
 
 
 def two_layers() -> Check:
-    def wrong(trial: Trial) -> str | None:
-        if trial.world_size == 1:
-            return None
-        for rank, peak in enumerate(measured(trial, "peak")):
-            layer = trial.case.facts["layer"]
-            if not isinstance(peak, int) or peak > 2 * (layer + 2 * ITEM * trial.world_size):
-                return (
-                    f"rank {rank} had {peak} bytes of whole weights at once; those of two layers "
-                    f"are {2 * layer}"
-                )
-        return None
-
-    return Check("memory", "whole weights of at most two layers at once", wrong)
+    return at_most(
+        "memory",
+        "whole weights of at most two layers at once",
+        lambda trial: measured(trial, "peak"),
+        lambda case: 2 * case.facts["layer"] if case.world_size > 1 else math.inf,
+        "rank {rank} had {found} bytes of whole weights at once; those of two layers are {most}",
+        lambda case: 4 * ITEM * case.world_size,
+    )
 
 
 # ---- misconceptions ----

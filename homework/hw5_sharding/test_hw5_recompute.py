@@ -27,7 +27,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, ended
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, at_most, bytes_sent, ended
 from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2
@@ -251,16 +251,13 @@ def values_equal() -> Check:
 
 
 def one_block() -> Check:
-    def wrong(trial: Trial) -> str | None:
-        for rank, peak in enumerate(measured(trial, "peak")):
-            if not isinstance(peak, int) or peak > INSIDE:
-                return (
-                    f"rank {rank} held {peak} bytes from inside the blocks at once; one block "
-                    f"has {INSIDE}"
-                )
-        return None
-
-    return Check("memory", "activations from inside one block at a time", wrong)
+    return at_most(
+        "memory",
+        "activations from inside one block at a time",
+        lambda trial: measured(trial, "peak"),
+        lambda case: INSIDE,
+        "rank {rank} held {found} bytes from inside the blocks at once; one block has {most}",
+    )
 
 
 def twice_forward(case: Case) -> list[int]:

@@ -80,7 +80,7 @@ def at_most(
         found, most, more = measured(trial), enough(trial.case), slack(trial.case)
         for rank, one in enumerate(found if isinstance(found, list) else [found]):
             limit = most[rank] if isinstance(most, list | tuple) else most
-            if one > limit + more:
+            if not one <= limit + more:  # NaN too
                 return text.format(rank=rank, found=one, most=limit)
         return None
 
