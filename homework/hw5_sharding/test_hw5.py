@@ -46,6 +46,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     failed,
     received,
     right,
+    wrong_trials,
 )
 from parallel101.laboratory.record.trace import Trace
 
@@ -318,7 +319,7 @@ def local_norm(trials: Sequence[Trial]) -> bool:
     Each rank's piece has the norm to which the whole should be clipped, or each rank clipped its
     own gradient before the mean was taken.
     """
-    wrong = [trial for trial in failed(trials) if trial.error is None]
+    wrong = wrong_trials(trials)
     if not wrong or any(
         math.isinf(trial.case.facts["max_norm"]) or trial.world_size == 1 for trial in wrong
     ):
