@@ -149,10 +149,9 @@ def all_gather(x): return torch.cat([x, x])""",
     "frames of one's own to the grader": """
 def all_gather(x):
     connection = dist.group.WORLD.connection
-    given = [[{"tensor": {"dtype": "float32", "shape": [4]}}], 1 - rank(), 0]
-    recv = {"call": 90, "where": "?", "group": "0", "method": "recv", "given": given}
-    for _ in range(4): connection.send(b"A", recv, bytes(16))
-    connection.send(b"Y", {"result": "passed", "points": 10, "changed": []})
+    recv = {"call": 90, "group": "0", "method": "recv", "given": [[x], 1 - rank(), 0]}
+    for _ in range(4): connection.send("call", by="recv", **recv)
+    connection.send("result", result="passed", points=10, changed=[])
     return torch.cat([x, x])""",
     "results written": """
 home = os.path.expanduser("~/results.json")
@@ -283,26 +282,27 @@ def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch
     assert grade(exercise, submission(HONEST, "start"), "a secret").points == 10
 
 
-RECEIVE = (
-    '{"call": 9, "group": "0", "method": "recv", "given": '
-    '[[{"tensor": {"dtype": "int8", "shape": %s}}], 1 - rank(), 0]}'
-)
+RECEIVE = "c.send('call', call=9, group='0', by='recv', method='recv', given=[[%s], 1 - rank(), 0])"
 BROADCAST = (
-    '{"call": 9, "group": "0", "method": "broadcast", "given": [], "options": {"rootRank": 1e999}}'
+    "c.send('call', call=9, group='0', by='broadcast', method='broadcast', given=[], "
+    "options={'rootRank': float('inf')})"
 )
+RAW = "t = b'%s'; c.sock.sendall(struct.pack('<IQ', len(t), 0) + t)"
 HOSTILE = {
     "a shape that overflows": (
-        f"c.send(b'A', {RECEIVE % '[2**28] * 9 + [0]'})",
-        "can't repeat",
+        RAW % '["call", {"dict": [["x", {"tensor": "int8", "shape": [268435456, 268435456, 0]}]]}]',
+        "ended without a result",
     ),
-    "a root that is no number": (f"c.send(b'A', {BROADCAST})", "called broadcast"),
+    "no frame": (RAW % '["call"]', "can't be read"),
+    "no call": ("c.send('wait', call=9)", "can't repeat"),
+    "a root that is no number": (BROADCAST, "called broadcast"),
     "256 MiB and more": (
-        f"[c.send(b'A', {RECEIVE % '[1 << 26]'}, bytes(1 << 26)) for _ in range(6)]",
+        f"[{RECEIVE % 'torch.empty(1 << 26, dtype=torch.int8)'} for _ in range(6)]",
         "more than 256 MiB",
     ),
     "half a character": ("raise ValueError(chr(0xD800))", "ValueError: ?"),
     "a frame that comes byte by byte": (
-        "c.sock.send(struct.pack('<cIQ', b'Y', 99, 0)); [(c.sock.send(b' '), time.sleep(0.2)) "
+        "c.sock.send(struct.pack('<IQ', 99, 0)); [(c.sock.send(b' '), time.sleep(0.2)) "
         "for _ in range(99)]",
         "still running",
     ),

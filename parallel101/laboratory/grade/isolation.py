@@ -116,15 +116,13 @@ def claimed(process: int) -> int:
     kernel-level name that no two sockets can share. Where the kernel has no such names, as on
     macOS, it is the process's number.
     """
-    for number in (*range(process % GRADERS, GRADERS), *range(process % GRADERS)):
+    for number in range(GRADERS):
         name = socket.socket(socket.AF_UNIX)
-        try:
+        with suppress(OSError):
             name.bind(f"\0parallel101 grader {number}")
-        except OSError:
-            name.close()
-        else:
             name.detach()  # it stays open, and the name taken, until the process ends
             return number
+        name.close()
     return process % GRADERS
 
 
@@ -139,10 +137,9 @@ def clean_up(ranks: Iterable[int]) -> None:
         if uids is not None and uids.real in users:
             with suppress(psutil.Error):
                 process.kill()
-    folders = {*SHARED_FOLDERS, tempfile.gettempdir()}
-    for folder in folders if users and not protection().files else ():
+    for folder in {*SHARED_FOLDERS, tempfile.gettempdir()} if users else ():
         with suppress(OSError):
-            for entry in os.scandir(folder):
+            for entry in os.scandir(folder) if not protection().files else ():
                 with suppress(OSError):
                     if entry.stat(follow_symlinks=False).st_uid not in users:
                         continue
@@ -198,16 +195,11 @@ def isolate(job: dict[str, Any]) -> str:
     return library
 
 
-class _NoParallel101(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] == "parallel101":
-            raise ImportError(NO_PARALLEL101)
+class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Refuses parallel101, and imports the files that were handed in beside the learner's file.
 
-
-class _Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the files that were handed in beside the learner's file.
-
-    They come with the job, so no folder need be readable here.
+    They come with the job, so no folder need be readable here. As for any program, they come before
+    other modules of the same name.
     """
 
     def __init__(self, files: dict[str, str]):
@@ -216,17 +208,15 @@ class _Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return (
-            importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py")
-            if name in self.files
-            else None
-        )
+        if name.partition(".")[0] == "parallel101":
+            raise ImportError(NO_PARALLEL101)
+        if name not in self.files:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py")
 
     def exec_module(self, module: types.ModuleType) -> None:
-        path = f"{module.__name__}.py"
-        module.__dict__.update(
-            module_of(path, self.files[module.__name__], module.__name__).__dict__
-        )
+        name = module.__name__
+        module.__dict__.update(module_of(f"{name}.py", self.files[name], name).__dict__)
 
 
 def close(job: dict[str, Any], library: str) -> None:
@@ -240,7 +230,7 @@ def close(job: dict[str, Any], library: str) -> None:
     sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "parallel101"]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _NoParallel101())
+    sys.meta_path.insert(0, _Imports(job["files"]))
     inside = os.path.join(OWN_FILES, "")
 
     def refuse(event: str, arguments: tuple) -> None:
@@ -252,7 +242,6 @@ def close(job: dict[str, Any], library: str) -> None:
     sys.addaudithook(refuse)
     if job["closed"]:
         _only_own_files(job["scratch"])
-    sys.meta_path.append(_Neighbours(job["files"]))
 
 
 # ---- Landlock ----
@@ -339,16 +328,11 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    library = ctypes.CDLL(None, use_errno=True)
     # all of them as wide as a register, as variadic arguments must be
-    wide = [
-        ctypes.c_size_t(argument) if isinstance(argument, int) else argument
-        for argument in arguments
-    ]
-    result = library.syscall(ctypes.c_long(number), *wide)
+    wide = (ctypes.c_size_t(a) if isinstance(a, int) else a for a in arguments)
+    result = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *wide)
     if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 
 
@@ -367,17 +351,10 @@ def open_library() -> str:
     opened = f"/proc/self/fd/{os.open(library, os.O_PATH | os.O_DIRECTORY)}"
     # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of
     # memory this process's own, in 10 ms.
-    packages = [
-        sys.modules[name]
-        for name in list(sys.modules)
-        if name.partition(".")[0] in sys.stdlib_module_names
-    ]
-    paths = (getattr(package, "__path__", None) for package in packages)
-    for path in (sys.path, *(path for path in paths if isinstance(path, list))):
-        path[:] = [
-            entry.replace(library, opened, 1)
-            if entry.startswith(library) and "site-packages" not in entry
-            else entry
-            for entry in path
-        ]
+    own = [name for name in list(sys.modules) if name.split(".")[0] in sys.stdlib_module_names]
+    paths = [path for n in own if isinstance(path := getattr(sys.modules[n], "__path__", 0), list)]
+    for path in (sys.path, *paths):
+        for i, entry in enumerate(path):
+            if entry.startswith(library) and "site-packages" not in entry:
+                path[i] = entry.replace(library, opened, 1)
     return opened

@@ -2,10 +2,10 @@
 
 Every call of torch.distributed becomes a frame to the grader.
 
-    dist.isend(x, 1)   ──▶ CALL: send, the bytes of x, peer, tag, where in the code
-    dist.irecv(y, 3)   ──▶ CALL: recv   y is written when wait() returns, not before
-    work.wait()        ──▶ WAIT         the grader answers when the message has arrived
-                       ◀── REPLY: the bytes
+    dist.isend(x, 1)   ──▶ call: send, x, peer, tag, where in the code
+    dist.irecv(y, 3)   ──▶ call: recv   y is written when wait() returns, not before
+    work.wait()        ──▶ wait         the grader answers when the message has arrived
+                       ◀── reply: the received tensors
 
 The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's
 program and the learner's code, and nothing else: it is forked from a process that has only imported
@@ -24,10 +24,10 @@ import socket
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 import types
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames
 from parallel101.laboratory.grade.exercise import exercises_in, find, module_of
-from parallel101.laboratory.grade.frames import BEGIN, COMPUTE, END, Frame, operation_of
+from parallel101.laboratory.grade.frames import Frame, operation_of, tensor_bytes
 from parallel101.laboratory.grade.isolation import OWN_FILES, close, isolate
 from parallel101.laboratory.ranks.watcher import exit_process
 from parallel101.laboratory.ranks.worker import inherited, open_streams
@@ -59,7 +59,6 @@ READY_MADE = {
     },
 }
 LIBRARY = sysconfig.get_path("stdlib")
-OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
 
 
 def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
@@ -78,7 +77,7 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
     gc.freeze()
     code = 0
     try:
-        _serve(sock, frames.receive(sock, limited=False).text)
+        _serve(sock, frames.receive(sock, trusted=True).content)
     except (EOFError, OSError):
         pass  # the grader is gone, or needs no more
     except BaseException:
@@ -91,55 +90,41 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     library = isolate(job)
     connection = Connection(sock, job)
     record_into(connection)  # so that the spans of the exercise's program reach the grader
-    exercise = find(
-        exercises_in(
-            module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")
-        ),
-        job["function"],
-    )
+    declared = module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")
+    exercise = find(exercises_in(declared), job["function"])
     close(job, library)
-    connection.send(frames.READY, {})
+    connection.send("ready")
     submission: types.ModuleType | None = None
     while True:
-        case = frames.receive(sock, limited=False)
-        if case.kind == frames.JOB:  # another submission
-            job, submission, connection.path = case.text, None, case.text["path"]
+        kind, case, *_ = frames.receive(sock, trusted=True)
+        if kind == "job":  # another submission
+            job, submission, connection.path = case, None, case["path"]
             continue
         try:
             # it may have asked for the world size at import
-            if submission is None or connection.world_size != case.text["world_size"]:
-                connection.world_size = case.text["world_size"]
+            if submission is None or connection.world_size != case["world_size"]:
+                connection.world_size = case["world_size"]
                 join(connection)
                 submission = module_of(job["path"], job["source"], job["module"], register=True)
             function = getattr(submission, job["function"], None)
             if not callable(function):
-                raise NameError(
-                    f"{os.path.basename(job['path'])} has no function {job['function']}"
-                )
-            arguments = frames.decode(case.text["arguments"], case.data, strided=True)
-            before = [
-                frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None
-                for part in arguments
-            ]
-            connection.under_way = []
-            random.seed(case.text["seed"])
-            torch.manual_seed(case.text["seed"])
+                name = os.path.basename(job["path"])
+                raise NameError(f"{name} has no function {job['function']}")
+            arguments = case["arguments"]
+            tensors = {i: x for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
+            before = {i: tensor_bytes(tensor) for i, tensor in tensors.items()}
+            connection.under_way, connection.patience = [], PATIENCE
+            random.seed(case["seed"])
+            torch.manual_seed(case["seed"])
             if "numpy.random" in sys.modules:  # forked ranks would all have the same numbers
-                sys.modules["numpy.random"].seed(case.text["seed"])
-            connection.patience = PATIENCE
-            text, data = frames.encode(exercise.program(function, *arguments))
-            changed = [
-                i
-                for i, was in enumerate(before)
-                if was is not None and frames.tensor_bytes(arguments[i]) != was
-            ]
+                sys.modules["numpy.random"].seed(case["seed"])
+            result = exercise.program(function, *arguments)
+            changed = [i for i, tensor in tensors.items() if tensor_bytes(tensor) != before[i]]
             connection.let_threads_call()
-            connection.send(frames.RESULT, {"result": text, "changed": changed}, data)
-        except (EOFError, OSError) as error:
+            connection.send("result", result=result, changed=changed)
+        except BaseException as error:
             if isinstance(error, EOFError) or connection.closed:
                 raise
-            connection.fail(error)
-        except BaseException as error:
             connection.fail(error)
 
 
@@ -161,20 +146,17 @@ class Connection:
         self.notes: list[list] = []
         self.under_way: list[RelayWork] = []  # of the present case
         self.closed = False
-        self.thread = threading.get_ident()
         self.sending = threading.Lock()
         self.patience = 0.0  # seconds of the present case in which other threads may still call
 
-    def send(
-        self, kind: bytes, text: dict[str, Any], data: bytes = b"", operation: str = ""
-    ) -> None:
+    def send(self, kind: str, operation: str = "", **content: Any) -> None:
         """Tell the grader of an operation.
 
         Raises RuntimeError in a thread that the learner's code has started, after telling the
         grader. The calls of several threads would reach it in an order that changes from run to
         run, and so would the steps.
         """
-        if threading.get_ident() != self.thread:
+        if threading.current_thread() is not threading.main_thread():
             error = RuntimeError(
                 f"{operation} was called from a thread that the code has started. Threads aren't "
                 "relayed: call torch.distributed where the function itself runs. isend and irecv "
@@ -182,38 +164,35 @@ class Connection:
             )
             self.fail(error, caller())
             raise error
-        self._tell(kind, {"where": caller(), **text}, data)
+        self._tell(kind, where=caller(), **content)
 
-    def _tell(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
+    def _tell(self, kind: str, **content: Any) -> None:
         """Send a frame, with the notes that were written since the last one."""
         with self.sending:
-            if self.notes:
-                text, self.notes = {**text, "notes": self.notes}, []
+            notes, self.notes = self.notes, []
             try:
-                frames.send(self.sock, kind, text, data)
+                frames.send(self.sock, kind, notes=notes, **content)
             except OSError:
                 self.closed = True
                 raise
 
-    def post(self, method: str, given: Sequence[Any], options: dict[str, Any]) -> int:
+    def post(self, method: str, group: str, given: Sequence[Any], **options: Any) -> int:
         """Tell the grader of a call of a process group's method. Returns the call's number.
 
         The grader ends the run if the exercise doesn't allow the operation.
         """
         self.calls += 1
-        arguments, data = frames.encode(given)
-        text = {"call": self.calls, "method": method, "given": arguments, **options}
-        if by := self.ready_made():
-            text["by"] = by
-        self.send(frames.CALL, text, data, operation_of(method))
+        operation = operation_of(method)
+        about = {"method": method, "group": group, "by": self.ready_made() or operation}
+        self.send("call", operation, call=self.calls, given=given, options=options, **about)
         return self.calls
 
-    def ask(self, kind: bytes, call: int) -> Frame:
+    def ask(self, kind: str, call: int) -> Frame:
         """Ask about a call, and wait for the answer."""
-        if threading.get_ident() == self.thread:
+        if threading.current_thread() is threading.main_thread():
             self.let_threads_call()
-        self.send(kind, {"call": call}, operation="wait")
-        return frames.receive(self.sock)
+        self.send(kind, "wait", call=call)
+        return frames.receive(self.sock, trusted=True)
 
     def ready_made(self) -> str:
         """Return the package through which the learner's code makes this call; "" if none.
@@ -234,15 +213,10 @@ class Connection:
 
         Otherwise it would depend on chance whether a deadlock is found before.
         """
-        for thread in threading.enumerate():
-            if (
-                thread.ident != self.thread
-                and not isinstance(thread, threading._DummyThread)
-                and self.patience > 0
-            ):
-                began = time.monotonic()
+        for thread in {*threading.enumerate()} - {threading.main_thread()}:
+            if not isinstance(thread, threading._DummyThread):
                 thread.join(self.patience)
-                self.patience -= time.monotonic() - began
+                self.patience *= not thread.is_alive()
 
     def fail(self, error: BaseException, place: str = "?") -> None:
         """Tell the grader of an exception that the learner's code raised."""
@@ -251,17 +225,17 @@ class Connection:
         place = f"{own[-1].filename}:{own[-1].lineno}" if own else place
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
-        text: dict[str, Any] = {
-            "type": type(error).__name__,
-            "message": str(error)[:2000],
-            "where": place,
-            # the message names the last one
-            "calls": [f"{c.filename}:{c.lineno} in {c.name}: {c.line}" for c in own[:-1][-5:]],
-        }
         # torch raises it too, for an operation that a dtype or a device does not have
         by_learner = bool(calls) and calls[-1].filename == self.path
-        text["not_written"] = isinstance(error, NotImplementedError) and by_learner
-        self._tell(frames.FAILED, text)
+        self._tell(
+            "failed",
+            type=type(error).__name__,
+            message=str(error)[:2000],
+            where=place,
+            # the message names the last one
+            calls=[f"{c.filename}:{c.lineno} in {c.name}: {c.line}" for c in own[:-1][-5:]],
+            not_written=isinstance(error, NotImplementedError) and by_learner,
+        )
 
     # ---- the recorder's part ----
 
@@ -271,21 +245,21 @@ class Connection:
         The grader's clock is the one that counts, so this is only the span's number.
         """
         self.spans += 1
-        self.notes.append([BEGIN, self.spans])
+        self.notes.append(["begin", self.spans])
         return self.spans
 
     def seconds(self) -> float:
         """Return the time on this rank's virtual clock, which only the grader knows."""
-        self.send(frames.CLOCK, {}, operation="the clock")
-        return float(frames.receive(self.sock).text["seconds"])
+        self.send("clock", "the clock")
+        return float(frames.receive(self.sock, trusted=True).content["seconds"])
 
     def add_span(
         self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
     ) -> None:
-        self.notes.append([END, start, name, args, waiting, caller()])
+        self.notes.append(["end", start, name, args, waiting, caller()])
 
     def compute(self, seconds: float) -> None:
-        self.notes.append([COMPUTE, float(seconds)])
+        self.notes.append(["compute", float(seconds)])
 
     def unrecorded(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the grader records every call."""
@@ -310,7 +284,7 @@ def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
     """
     alone = tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.is_inference()
     only_nan = tensor.numel() > 0 and tensor.is_floating_point() and bool(tensor.isnan().all())
-    return frames.tensor_bytes(tensor), tensor._version if alone and only_nan else 0
+    return tensor_bytes(tensor), tensor._version if alone and only_nan else 0
 
 
 class RelayWork(dist.Work):
@@ -325,7 +299,7 @@ class RelayWork(dist.Work):
         call: int,
         outputs: list[torch.Tensor],
         name: str,
-        kept: Sequence[torch.Tensor] = (),
+        kept: Sequence[torch.Tensor],
     ):
         super().__init__()
         self.name = name  # of the call, for the learner
@@ -337,9 +311,7 @@ class RelayWork(dist.Work):
         self.source: int | None = None
 
     def _source_rank(self) -> int:
-        assert self.source is not None, (
-            "the source of a receive is known when it has been waited for"
-        )
+        assert self.source is not None, "the source is known when the receive was waited for"
         return self.source
 
     def wait(self, timeout: object = None) -> bool:
@@ -353,26 +325,21 @@ class RelayWork(dist.Work):
                 f"a tensor was changed between {self.name} and its wait(): it may still have been "
                 "read, or be written later"
             )
-        if not self.done:
-            self._take(self.connection.ask(frames.WAIT, self.call))
-        return True
+        return self._ask("wait")
 
     def is_completed(self) -> bool:
-        if not self.done:
-            reply = self.connection.ask(frames.TEST, self.call)
-            if reply.text["done"]:
-                self._take(reply)
-        return self.done
+        return self._ask("test")
 
-    def _take(self, reply: Frame) -> None:
-        self.source = reply.text.get("source")
-        rest = memoryview(reply.data)
-        for output in self.outputs:
-            came, rest = frames.tensor_from(frames.tensor_text(output), rest)
-            with torch.no_grad():
-                output.copy_(came)
-        self.done = True
-        self._written()
+    def _ask(self, kind: str) -> bool:
+        if not self.done:
+            reply = self.connection.ask(kind, self.call).content
+            self.done, self.source = reply["done"], reply["source"]
+            if self.done:
+                for output, came in zip(self.outputs, reply["outputs"], strict=True):
+                    with torch.no_grad():
+                        output.copy_(came.reshape(output.shape))
+                self._written()
+        return self.done
 
     def _written(self) -> None:
         """Update what other collectives in progress remember of the tensors that this one wrote.
@@ -425,25 +392,12 @@ class RelayGroup(torch_private.PythonGroup):
 
         A rank that is not in it gets None.
         """
-        text = {"ranks": list(ranks), "group": group_name}
-        self.connection.send(frames.NEW_GROUP, text, operation="new_group")
-        return (
-            RelayGroup(self.connection, group_name, ranks)
-            if self.connection.rank in ranks
-            else None
-        )
+        self.connection.send("new_group", "new_group", ranks=list(ranks), group=group_name)
+        within = self.connection.rank in ranks
+        return RelayGroup(self.connection, group_name, ranks) if within else None
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> RelayWork:
-        return self._message("send", tensors[0], dst, tag)
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RelayWork:
-        return self._message("recv", tensors[0], src, tag)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RelayWork:
-        return self._message("recv_anysource", tensors[0], tag)
-
-    def _message(self, method: str, tensor: torch.Tensor, *peer_and_tag: int) -> RelayWork:
-        sends = method == "send"
+    def _message(self, method: str, tensors: list[torch.Tensor], *peer_and_tag: int) -> RelayWork:
+        (tensor,), sends = tensors, method == "send"
         if method != "recv_anysource" and not 0 <= peer_and_tag[0] < len(self.ranks):
             rank_at(self.connection.rank, method, peer_and_tag[0], self.ranks)
         if not tensor.is_contiguous():
@@ -454,23 +408,25 @@ class RelayGroup(torch_private.PythonGroup):
             )
         # flat: as on gloo, the two sides need not have the same shape
         given = [[tensor.detach().flatten()], *peer_and_tag]
-        call = self.connection.post(method, given, {"group": self.label})
-        outputs, kept = ([], [tensor]) if sends else ([tensor], [])
-        return RelayWork(self.connection, call, outputs, "isend" if sends else "irecv", kept)
+        call = self.connection.post(method, self.label, given)
+        outputs, kept, name = ([], [tensor], "isend") if sends else ([tensor], [], "irecv")
+        return RelayWork(self.connection, call, outputs, name, kept)
+
+    send = partialmethod(_message, "send")
+    recv = partialmethod(_message, "recv")
+    recv_anysource = partialmethod(_message, "recv_anysource")
 
     def _collective(self, method: str, args: tuple[Any, ...]) -> dist.Work:
-        kind = operation_of(method)
         *given, options = args
-        chosen: dict[str, Any] = {
-            name: getattr(options, name) for name in OPTIONS if hasattr(options, name)
-        }
+        # what the options hold that decides the result
+        chosen = {n: getattr(options, n) for n in ("reduceOp", "rootRank") if hasattr(options, n)}
         if "reduceOp" in chosen:
             chosen["reduceOp"] = op_name(chosen["reduceOp"])
-        call = self.connection.post(method, given, {"group": self.label, "options": chosen})
+        call = self.connection.post(method, self.label, given, **chosen)
+        kind = operation_of(method)
+        moves = given if kind != "barrier" else []
         # the outputs are always the first argument
-        outputs = [] if kind == "barrier" or not given else flat(given[0])
-        tensors = [] if kind == "barrier" else flat(given)
-        return RelayWork(self.connection, call, outputs, kind, tensors)
+        return RelayWork(self.connection, call, flat(moves[:1]), kind, flat(moves))
 
 
 def join(connection: Connection) -> None:

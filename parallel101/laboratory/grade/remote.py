@@ -19,11 +19,11 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -90,27 +90,29 @@ class RemoteRank:
     printed: bytearray = field(default_factory=bytearray)  # KEPT_PRINTED of it
     amount: int = 0  # bytes of all that it has printed
 
+    def tell(self, kind: str, **content: Any) -> None:
+        """Send a frame. If the rank has died, the next `receive` says so."""
+        with contextlib.suppress(OSError):
+            frames.send(self.process.control, kind, **content)
+
     def receive(self, until: float) -> Frame:
         """Return the next frame. Meanwhile, the rank's output is kept."""
         control = self.process.control
         streams: list[Any] = [self.process.out, self.process.err]
-        while True:
-            ready, _, _ = select.select(
-                [control, *streams], [], [], max(0.0, until - time.monotonic())
-            )
-            if not ready:
-                raise self._time_over()
-            for stream in ready:
-                if stream is not control and not self._read_output(stream):
-                    streams.remove(stream)
-            if control in ready:
-                try:
+        try:
+            while True:
+                left = max(0.0, until - time.monotonic())
+                ready, _, _ = select.select([control, *streams], [], [], left)
+                if not ready:
+                    raise TimeoutError
+                streams = [s for s in streams if s not in ready or self._read_output(s)]
+                if control in ready:
                     return frames.receive(control, until)
-                except TimeoutError:
-                    raise self._time_over() from None
-                except (EOFError, OSError, frames.BrokenFrame) as error:
-                    self.read_rest()
-                    raise RankDied(str(error), self.number) from None
+        except TimeoutError:
+            raise self._time_over() from None
+        except (EOFError, OSError, frames.BrokenFrame) as error:
+            self.read_rest()
+            raise RankDied(str(error), self.number) from None
 
     def _read_output(self, stream: Any) -> bool:
         is_socket = isinstance(stream, socket.socket)
@@ -154,16 +156,8 @@ class RemoteRank:
 
 def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
     """Let the fork server import what the ranks of these exercises need, before they start."""
-    preload(
-        {
-            *more,
-            *(
-                name
-                for exercise in exercises
-                for name in (*exercise.imports, *imported_modules(exercise.source))
-            ),
-        }
-    )
+    needed = ((*one.imports, *imported_modules(one.source)) for one in exercises)
+    preload({*more, *(name for names in needed for name in names)})
 
 
 @lru_cache
@@ -171,10 +165,7 @@ def imported_modules(source: str) -> tuple[str, ...]:
     """Return the modules that a file of exercises imports at its top."""
     nodes = ast.parse(source).body
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return (
-        *plain,
-        *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module),
-    )
+    return (*plain, *(n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module))
 
 
 class SubmissionRanks:
@@ -217,12 +208,8 @@ class SubmissionRanks:
             self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
             os.chmod(self.scratch.name, 0o711)
             preload_for([self.exercise], self._compiler())
-        new = [
-            RemoteRank(n, process)
-            for n, process in zip(
-                missing, start_ranks(len(missing), "parallel101.laboratory.grade.rank"), strict=True
-            )
-        ]
+        started = start_ranks(len(missing), "parallel101.laboratory.grade.rank")
+        new = [RemoteRank(n, process) for n, process in zip(missing, started, strict=True)]
         self.ranks += new
         for rank in new:
             user = user_of(rank.number)
@@ -230,10 +217,7 @@ class SubmissionRanks:
             folder.mkdir()
             if user is not None:
                 os.chown(folder, user, user)
-            with contextlib.suppress(OSError):  # it has died: the first receive says so
-                frames.send(
-                    rank.process.control, frames.JOB, self._job(rank.number, user, str(folder))
-                )
+            rank.tell("job", **self._job(rank.number, user, str(folder)))
         until = time.monotonic() + 30
         for rank in new:
             rank.receive(until)
@@ -254,7 +238,7 @@ class SubmissionRanks:
         """
         self.submission = submission
         for rank in self.ranks:
-            frames.send(rank.process.control, frames.JOB, self._job(rank.number, None, ""))
+            rank.tell("job", **self._job(rank.number, None, ""))
 
     def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
@@ -289,20 +273,17 @@ class SubmissionRanks:
             self.start(case.world_size)
         except (RankDied, TimeOver) as error:
             self.stop()
-            return not_run(
-                case,
-                NotStarted(
-                    f"rank {error.rank}'s process did not start, on a machine that is too busy. "
-                    "Run it again"
-                ),
-            )
+            busy = f"rank {error.rank}'s process did not start, on a machine that is too busy. "
+            return not_run(case, NotStarted(f"{busy}Run it again"))
         ranks = self.ranks[: case.world_size]
         for rank in ranks:
             rank.printed, rank.amount = bytearray(), 0
         until = time.monotonic() + case.seconds
         virtual = [VirtualEnd(rank, case, until, self.exercise.allowed) for rank in ranks]
-        for end in virtual:
-            end.begin()
+        # the processes compute at the same time, though the sim repeats one call after the other
+        for rank in ranks:
+            arguments = case.arguments[rank.number]
+            rank.tell("case", arguments=arguments, world_size=case.world_size, seed=case.seed)
         outcome = simulate(
             lambda number: virtual[number].serve(),
             case.world_size,
@@ -311,22 +292,23 @@ class SubmissionRanks:
         )
         for rank in ranks:
             rank.read_rest()
-        trial = Trial(
+        failure = outcome.error
+        if failure is not None:
+            self.stop()
+            # what the calls of several ranks together do: no rank's own fault is known
+            if not isinstance(failure, GradedRunFailed | DeadlockError | MisuseError):
+                failure = GradedRunFailed(plain(one_line(failure)))
+        returned = [end for end in virtual if end.returned]  # others might still have waited
+        calls = [call for end in returned for call in end.calls.values()]
+        return Trial(
             case=case,
             results=[end.result for end in virtual],
             trace=Trace.from_rows(outcome.events, case.world_size, "sim", outcome.unfinished),
-            error=outcome.error,
-            unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
+            error=failure,
+            unwaited=[call.about for call in calls if not call.waited],
             changed=[end.changed for end in virtual],
             printed=[plain(rank.printed.decode(errors="replace"), MOST_PRINTED) for rank in ranks],
         )
-        if outcome.error is not None:
-            self.stop()
-        if outcome.error is not None and not isinstance(
-            outcome.error, GradedRunFailed | DeadlockError | MisuseError
-        ):  # what the calls of several ranks together do: no rank's own fault is known
-            trial.error = GradedRunFailed(plain(one_line(outcome.error)))
-        return trial
 
 
 def not_run(case: Case, error: GradedRunFailed) -> Trial:
@@ -358,37 +340,22 @@ class VirtualEnd:
         self.changed: list[int] = []
         self.returned = False
 
-    def begin(self) -> None:
-        """Let the process begin.
-
-        The processes compute at the same time, though their messages are repeated one after the
-        other.
-        """
-        text, data = frames.encode(self.case.arguments[self.rank.number])
-        with contextlib.suppress(OSError):  # it has died: the first receive says so
-            frames.send(self.rank.process.control, frames.CASE, self._about(text), data)
-
-    def _about(self, arguments: Any) -> dict[str, Any]:
-        return {"world_size": self.case.world_size, "arguments": arguments, "seed": self.case.seed}
-
     def serve(self) -> None:
         """Do what the process says until it returns. Raises what ended the run early."""
         self.groups = {"0": dist.group.WORLD}
-        while True:
+        while not self.returned:
             frame = self.rank.receive(self.until)
-            self._count(len(frame.data))
-            self.said += frame.size
+            self.moved += frame.tensor_bytes
+            self.said += frame.text_bytes
+            if self.moved > MOST_MOVED:
+                raise RankDied(f"moved more than {MOST_MOVED >> 20} MiB", self.rank.number)
             if self.said > MOST_SAID:
                 raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
-            place = _place(frame.text.get("where"))
+            place = _place(frame.content.get("where"))
             try:
-                self._notes(frame.text.get("notes", []))
-                if frame.kind == frames.RESULT:
-                    self.result = frames.decode(frame.text.get("result"), frame.data)
-                    self.changed = [place for place in frame.text["changed"] if type(place) is int]
-                    self.returned = True
-                    return
-                at_place(place, partial(ACTIONS[frame.kind], self, frame, place))
+                for kind, *note in frame.content["notes"]:
+                    self._note(kind, note)
+                at_place(place, partial(self._repeat, frame.kind, frame.content, place))
             except (GradedRunFailed, DeadlockError, MisuseError):
                 raise
             except Exception as error:  # whatever a rank sends, the grader goes on
@@ -397,128 +364,82 @@ class VirtualEnd:
                     self.rank.number,
                 ) from error
 
-    def _check(self, operation: str, place: str) -> None:
-        """Raise ForbiddenCall for an operation that isn't allowed.
+    def _repeat(self, kind: str, said: dict[str, Any], place: str) -> None:
+        """Repeat on the sim what the process has done, and answer where it waits for one."""
+        if kind == "call":
+            self._call(said, place)
+        elif kind in ("wait", "test"):
+            call = self.calls[said["call"]]
+            if kind == "wait":
+                call.work.wait()
+            done = kind == "wait" or call.work.is_completed()
+            call.waited = call.waited or done
+            source = call.work._source_rank() if done and call.about.kind == "recv" else None
+            outputs = call.outputs if done else []
+            self.rank.tell("reply", done=done, source=source, outputs=outputs)
+        elif kind == "clock":
+            self.rank.tell("reply", seconds=clock().now())
+        elif kind == "new_group":
+            group = dist.new_group(said["ranks"])
+            if isinstance(group, dist.ProcessGroup):
+                self.groups[said["group"]] = group
+        elif kind == "failed":
+            calls = [plain(str(call), 300).replace("\n", " ") for call in said["calls"][:5]]
+            self._raise(said["message"], place, said["type"], calls, said["not_written"] is True)
+        elif kind == "result":
+            self.changed = [place for place in said["changed"] if type(place) is int]
+            self.result, self.returned = said["result"], True
+        else:
+            raise ValueError(f"a frame of kind {kind!r}")
 
-        The rank checks this too, but in the learner's process.
-        """
-        if operation not in self.allowed:
-            raise ForbiddenCall(operation, self.rank.number, place)
-
-    def _count(self, nbytes: int) -> None:
-        self.moved += nbytes
-        if self.moved > MOST_MOVED:
-            raise RankDied(f"moved more than {MOST_MOVED >> 20} MiB", self.rank.number)
-
-    def _call(self, frame: Frame, place: str) -> None:
+    def _call(self, said: dict[str, Any], place: str) -> None:
         """Repeat a call of a process group's method: a message, or a collective."""
-        text, method = frame.text, str(frame.text["method"])
-        kind = operation_of(method)
-        self._check(plain(str(text.get("by", kind)), 100), place)
-        given = frames.decode(text["given"], frame.data)
-        with self._calls_of_the_learner(place):
-            options = self._options(method, text.get("options", {}))
-            work = getattr(self.groups[text["group"]], method)(*given, *options)
-        outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
-        unwaited = Unwaited(self.rank.number, kind, place)
-        self.calls[text["call"]] = RelayedCall(work, outputs, unwaited)
-
-    def _options(self, method: str, chosen: dict[str, Any]) -> list[Any]:
-        """Return the last argument of a collective; messages have none."""
-        if method in MESSAGES:
-            return []
-        options = COLLECTIVES[method].options()
-        if "rootRank" in chosen:
-            options.rootRank = int(chosen["rootRank"])
-        if "reduceOp" in chosen:
-            options.reduceOp = self._reduction(str(chosen["reduceOp"]))
-        return [options]
-
-    def _reduction(self, name: str) -> Any:
-        if name.upper() not in REDUCTIONS:
-            raise ValueError(f"the reduction {name} can't be used; use {', '.join(REDUCTIONS)}")
-        return getattr(dist.ReduceOp, name.upper())
-
-    @contextlib.contextmanager
-    def _calls_of_the_learner(self, place: str) -> Iterator[None]:
-        """Raise a repeated call's error as the learner's error, as if the rank had raised it."""
+        method, given, kind = said["method"], said["given"], operation_of(said["method"])
+        for name in (kind, said["by"]):  # the rank could name another one
+            if name not in self.allowed:
+                raise ForbiddenCall(plain(str(said["by"]), 100), self.rank.number, place)
         try:
-            yield
+            work = getattr(self.groups[said["group"]], method)(*given, *_options(said))
         except (GradedRunFailed, DeadlockError, MisuseError):
             raise
-        except Exception as error:
-            text = plain(str(error) or repr(error), MOST_MESSAGE)
-            raise LearnerError(text, self.rank.number, place, type(error).__name__) from error
+        except Exception as error:  # as if the rank had raised it
+            self._raise(str(error) or repr(error), place, type(error).__name__)
+        outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
+        self.calls[said["call"]] = RelayedCall(
+            work, outputs, Unwaited(self.rank.number, kind, place)
+        )
 
-    def _wait(self, frame: Frame, place: str) -> None:
-        call = self.calls[frame.text["call"]]
-        call.work.wait()
-        self._answer(call, True)
+    def _raise(self, message: Any, place: str, kind: Any, *more: Any) -> NoReturn:
+        text, kind = plain(str(message), MOST_MESSAGE), plain(str(kind), MOST_MESSAGE)
+        raise LearnerError(text, self.rank.number, place, kind, *more)
 
-    def _test(self, frame: Frame, place: str) -> None:
-        call = self.calls[frame.text["call"]]
-        self._answer(call, call.work.is_completed())
-
-    def _clock(self, frame: Frame, place: str) -> None:
-        with contextlib.suppress(OSError):  # it has died: the next receive says so
-            frames.send(self.rank.process.control, frames.REPLY, {"seconds": clock().now()})
-
-    def _answer(self, call: RelayedCall, done: bool) -> None:
-        call.waited = call.waited or done
-        data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
-        with contextlib.suppress(OSError):  # it has died: the next receive says so
-            source = call.work._source_rank() if done and call.about.kind == "recv" else None
-            frames.send(
-                self.rank.process.control, frames.REPLY, {"done": done, "source": source}, data
-            )
-
-    def _new_group(self, frame: Frame, place: str) -> None:
-        group = dist.new_group(frame.text["ranks"])
-        if isinstance(group, dist.ProcessGroup):
-            self.groups[frame.text["group"]] = group
-
-    def _notes(self, notes: list[list]) -> None:
+    def _note(self, kind: str, note: list[Any]) -> None:
         """Repeat what the rank's spans and its compute() did to its clock."""
-        for kind, *note in notes:
-            if kind == frames.BEGIN:
-                self.spans[note[0]] = clock().now()
-            elif kind == frames.COMPUTE:
-                compute(float(note[0]))
-            elif kind == frames.END:
-                start, name, labels, waiting, place = note
-                at_place(
-                    _place(place),
-                    partial(self._add_span, start, plain(str(name), 200), labels, waiting),
-                )
+        if kind == "begin":
+            self.spans[note[0]] = clock().now()
+        elif kind == "compute":
+            compute(float(note[0]))
+        elif kind == "end":
+            start, name, labels, waiting, place = note
+            times = self.spans[start], clock().now()
+            labels = labels if isinstance(labels, dict) else {}
+            add = partial(clock().add_span, plain(str(name), 200), *times, labels, bool(waiting))
+            at_place(_place(place), add)
 
-    def _add_span(self, start: int, name: str, labels: Any, waiting: Any) -> None:
-        clock().add_span(
-            name,
-            self.spans[start],
-            clock().now(),
-            labels if isinstance(labels, dict) else {},
-            bool(waiting),
-        )
 
-    def _failed(self, frame: Frame, place: str) -> None:
-        kind, message = (plain(str(frame.text[key]), MOST_MESSAGE) for key in ("type", "message"))
-        raise LearnerError(
-            message,
-            self.rank.number,
-            place,
-            kind,
-            [plain(str(call), 300).replace("\n", " ") for call in frame.text["calls"][:5]],
-            frame.text["not_written"] is True,
-        )
-
-    def unwaited(self) -> Sequence[Unwaited]:
-        """Return the calls that the rank posted and never waited for.
-
-        A rank that did not return might still have waited.
-        """
-        return (
-            [call.about for call in self.calls.values() if not call.waited] if self.returned else []
-        )
+def _options(said: dict[str, Any]) -> list[Any]:
+    """Return the last argument of a collective's method; those for messages have none."""
+    if said["method"] in MESSAGES:
+        return []
+    options = COLLECTIVES[said["method"]].options()
+    if "rootRank" in said["options"]:
+        options.rootRank = int(said["options"]["rootRank"])
+    if "reduceOp" in said["options"]:
+        name = str(said["options"]["reduceOp"]).upper()
+        if name not in REDUCTIONS:
+            raise ValueError(f"the reduction {name} can't be used; use {', '.join(REDUCTIONS)}")
+        options.reduceOp = getattr(dist.ReduceOp, name)
+    return [options]
 
 
 def _place(text: Any) -> str:
@@ -539,12 +460,3 @@ def at_place(place: str, act: Callable[[], None]) -> None:
 
 
 lines.stands_for_a_place(at_place)
-
-ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
-    frames.CALL: VirtualEnd._call,
-    frames.WAIT: VirtualEnd._wait,
-    frames.TEST: VirtualEnd._test,
-    frames.CLOCK: VirtualEnd._clock,
-    frames.NEW_GROUP: VirtualEnd._new_group,
-    frames.FAILED: VirtualEnd._failed,
-}
