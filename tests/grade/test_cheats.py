@@ -23,7 +23,7 @@ from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_
 from parallel101.laboratory.grade.grading import grade
 from parallel101.laboratory.grade.isolation import GRADERS, _beside, claimed, protection
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
-from parallel101.laboratory.grade.submissions import exercise_result
+from parallel101.laboratory.grade.results import exercise_result
 
 DECLARED = """
 import torch

@@ -13,16 +13,17 @@ import pytest
 
 from parallel101 import cli
 from parallel101.laboratory.grade import command
-from parallel101.laboratory.grade.gradescope import gradescope_results
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets, in_order
 from parallel101.laboratory.grade.learner import check_file
-from parallel101.laboratory.grade.submissions import (
+from parallel101.laboratory.grade.results import (
     class_table,
-    empty_result,
-    grade_submission,
+    gradescope_results,
+    next_to_do,
+    row,
+    table,
     write_csv,
 )
-from parallel101.laboratory.grade.table import next_to_do, row, table
+from parallel101.laboratory.grade.submissions import empty_result, grade_submission
 from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS, handed_in
 
 BOTH = HEAD + RIGHT + RIGHT.replace("def swap", "def swap_again")

@@ -39,30 +39,22 @@ def difference(found: Any, expected: Any) -> str | None:
         if found.dtype != expected.dtype:
             return f"a tensor of {found.dtype}; expected {expected.dtype}"
         return None if close(found, expected) else _values(found, expected)
-    if isinstance(expected, list | tuple | dict):
-        named = isinstance(expected, dict)
-        same_places = (
-            isinstance(found, dict) and set(found) == set(expected)
-            if named
-            else isinstance(found, list | tuple) and len(found) == len(expected)
-        )
-        if not same_places:
-            return f"{_kind(found)}; expected {_kind(expected)}"
-        for place in expected if named else range(len(expected)):
-            if (what := difference(found[place], expected[place])) is not None:
-                return f"{'at' if named else 'in place'} {place!r}: {what}"
-        return None
-    if isinstance(expected, float) and isinstance(found, int | float):
-        return (
-            None
-            if abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
-            else f"{found}; expected {expected}"
-        )
-    return (
-        None
-        if type(found) is type(expected) and found == expected
-        else f"{_kind(found)}; expected {_kind(expected)}"
-    )
+    if isinstance(expected, dict) and isinstance(found, dict) and set(found) == set(expected):
+        parts = [(f"at {key!r}", found[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        parts = [(f"in place {i}", *pair) for i, pair in enumerate(zip(found, expected))]
+    elif isinstance(expected, float) and isinstance(found, int | float):
+        near = abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
+        return None if near else f"{found}; expected {expected}"
+    else:
+        compared = type(found) is type(expected) and not isinstance(expected, dict)
+        if compared and found == expected:
+            return None
+        return f"{_kind(found)}; expected {_kind(expected)}"
+    if len(found) != len(expected):
+        return f"{_kind(found)}; expected {_kind(expected)}"
+    differences = ((where, difference(mine, theirs)) for where, mine, theirs in parts)
+    return next((f"{where}: {what}" for where, what in differences if what is not None), None)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
@@ -75,9 +67,8 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None =
     if not expected.dtype.is_floating_point:
         return torch.equal(found, expected)
     largest = expected.abs().max().item() if expected.numel() else 0.0
-    limit = (TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance) * max(
-        largest, 1e-30
-    )
+    relative = TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance
+    limit = relative * max(largest, 1e-30)
     return bool(((found.double() - expected.double()).abs() <= limit).all())  # NaN is never close
 
 
@@ -86,11 +77,8 @@ def factor(found: Any, expected: Any) -> float | None:
 
     None if there is no such factor.
     """
-    if (
-        not isinstance(found, torch.Tensor)
-        or not isinstance(expected, torch.Tensor)
-        or found.shape != expected.shape
-    ):
+    tensors = isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+    if not tensors or found.shape != expected.shape:
         return None
     mine, theirs = found.double().flatten(), expected.double().flatten()
     norm = float(theirs @ theirs)
@@ -106,24 +94,17 @@ def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
     For example, [1, 2, 1] is a sum in which rank 1 was counted twice. There must be more elements
     than parts: with fewer, everything is such a sum.
     """
-    if (
-        not isinstance(found, torch.Tensor)
-        or any(found.shape != part.shape for part in parts)
-        or found.numel() <= len(parts)
-    ):
+    if not isinstance(found, torch.Tensor) or found.numel() <= len(parts):
         return None
-    mine, matrix = (
-        found.double().flatten(),
-        torch.stack([part.double().flatten() for part in parts], 1),
-    )
-    if not bool(torch.isfinite(mine).all()):
+    if any(found.shape != part.shape for part in parts):
+        return None
+    mine = found.double().flatten()
+    matrix = torch.stack([part.double().flatten() for part in parts], 1)
+    if not bool(torch.isfinite(mine).all()) or not bool(mine.any()):
         return None
     solved = torch.linalg.lstsq(matrix, mine[:, None]).solution.flatten()
-    return (
-        [round(c, 6) for c in solved.tolist()]
-        if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any())
-        else None
-    )
+    fits = close(mine, matrix @ solved, 1e-4)
+    return [round(c, 6) for c in solved.tolist()] if fits else None
 
 
 def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
@@ -136,9 +117,7 @@ def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | Non
     if not isinstance(found, torch.Tensor) or found.shape != (len(parts) * shape[0], *shape[1:]):
         return None
     blocks = found.split(shape[0]) if shape[0] else []
-    return [
-        next((r for r, part in enumerate(parts) if same(block, part)), None) for block in blocks
-    ]
+    return [next((r for r, p in enumerate(parts) if same(block, p)), None) for block in blocks]
 
 
 def _kind(value: Any) -> str:
@@ -159,26 +138,21 @@ def _kind(value: Any) -> str:
 def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     if expected.numel() == 1:
         return told_apart(found.item(), expected.item(), "; ")
-    k = factor(found, expected)
     if found.numel() and not bool(found.any()):
         return f"zeros only; expected values up to {expected.abs().max().item():.4g}"
-    if k is not None:
+    if (k := factor(found, expected)) is not None:
         return f"{k:.4g} times the right values"
-    if found.dtype.is_floating_point and bool(found.isnan().any()):
+    if found.dtype.is_floating_point and (missing := int(found.isnan().sum())):
         return (
-            f"NaN in {int(found.isnan().sum())} of {found.numel()} values; memory that was never "
-            "written is NaN here"
+            f"NaN in {missing} of {found.numel()} values; memory that was never written is NaN here"
         )
     limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
-    wrong = (
-        ((found.double() - expected.double()).abs() > limit).flatten().nonzero().flatten().tolist()
-    )
-    first = wrong[0]
-    mine, theirs = (tensor.flatten()[first].item() for tensor in (found, expected))
-    place = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)]
+    wrong = ((found.double() - expected.double()).abs() > limit).nonzero().tolist()
+    place = wrong[0]
+    numbers = told_apart(found[tuple(place)].item(), expected[tuple(place)].item())
     return (
         f"{len(wrong)} wrong of {expected.numel()} values; the first is element "
-        f"{place if len(place) > 1 else first}: {told_apart(mine, theirs)}"
+        f"{place if len(place) > 1 else place[0]}: {numbers}"
     )
 
 

@@ -1,7 +1,7 @@
 """The checks and misconceptions that many exercises share.
 
 value() · bytes_sent(…) · bytes_at_root(…) · steps(…)                 checks
-DEADLOCK_SENDS_FIRST · WAIT_FORGOTTEN · WORKS_THROWN_AWAY · …         misconceptions
+MESSAGES · CHANGES_ITS_INPUT · only_root_zero · …                     misconceptions
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def value(
     """
 
     def wrong(trial: Trial) -> str | None:
-        for rank, (found, expected) in enumerate(
-            zip(trial.results, trial.case.expected, strict=True)
-        ):
+        pairs = zip(trial.results, trial.case.expected, strict=True)
+        for rank, (found, expected) in enumerate(pairs):
             for part, mine, theirs in zip(parts, found if parts else (), expected if parts else ()):
                 if (what := difference(mine, theirs)) is not None:
                     return f"on rank {rank}, {part}: {what}"
@@ -101,10 +100,8 @@ def bytes_sent(
     def allowed(trial: Trial) -> str | None:
         for rank, (sent, most) in enumerate(zip(communicated(trial), expected(trial.case))):
             if slack is None and sent > most:
-                return (
-                    f"rank {rank} sent {sent} bytes, where {most} are enough: allowed, since small "
-                    "messages, such as a shape, cost nothing here"
-                )
+                text = f"rank {rank} sent {sent} bytes, where {most} are enough: allowed, since"
+                return f"{text} small messages, such as a shape, cost nothing here"
         return None
 
     return replace(check, allowed=allowed)
@@ -150,12 +147,8 @@ def steps(
 
 def _most_messages(trial: Trial) -> int:
     """Return the number of messages of the rank that sends, or receives, the most of them."""
-    counts = Counter(
-        (event.rank, event.kind)
-        for event in trial.trace.events
-        if event.kind in ("send", "recv") and event.nbytes > 16
-    )
-    return max(counts.values(), default=0)
+    messages = [e for e in trial.trace.events if e.kind in ("send", "recv") and e.nbytes > 16]
+    return max(Counter((e.rank, e.kind) for e in messages).values(), default=0)
 
 
 def _steps(count: float) -> str:
@@ -172,12 +165,11 @@ def ring_neighbours(says: str) -> Check:
     def wrong(trial: Trial) -> str | None:
         n = trial.world_size
         for event in trial.trace.events:
-            if event.kind != "send" or event.peer is None:
-                continue
-            if (event.peer - event.rank) % n not in (1, n - 1):
+            left, right = (event.rank - 1) % n, (event.rank + 1) % n
+            if event.kind == "send" and event.peer not in (left, right, None):
                 return (
                     f"rank {event.rank} sent to rank {event.peer}; its neighbours are ranks "
-                    f"{(event.rank - 1) % n} and {(event.rank + 1) % n}"
+                    f"{left} and {right}"
                 )
         return None
 
@@ -189,15 +181,11 @@ def small_messages(trial: Trial, most_bytes: int = 64) -> int:
 
     The smallest messages count, up to `most_bytes` together.
     """
-    messages = [
-        event
-        for event in trial.trace.events
-        if event.kind in ("send", "recv") and event.nbytes <= 16
-    ]
-    small = [
-        sorted(e.nbytes for e in messages if e.rank == rank) for rank in range(trial.world_size)
-    ]
-    return max(sum(total <= most_bytes for total in accumulate(sizes)) for sizes in small)
+    sizes: list[list[int]] = [[] for _ in range(trial.world_size)]
+    for event in trial.trace.events:
+        if event.kind in ("send", "recv") and event.nbytes <= 16:
+            sizes[event.rank].append(event.nbytes)
+    return max(sum(total <= most_bytes for total in accumulate(sorted(own))) for own in sizes)
 
 
 def communicated(
@@ -287,9 +275,8 @@ def too_few_bytes(exercise: Exercise, trial: Trial) -> str | None:
 
     Such values did not come from the other ranks' messages.
     """
-    for rank, (got, least) in enumerate(
-        zip(received(trial), exercise.least_received(trial.case), strict=True)
-    ):
+    pairs = zip(received(trial), exercise.least_received(trial.case), strict=True)
+    for rank, (got, least) in enumerate(pairs):
         if got < least:
             return (
                 f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result "
@@ -304,11 +291,12 @@ def never_waited(trial: Trial) -> str | None:
     Without the wait, right values are luck: a message may still be in flight when the function
     returns.
     """
-    for call in trial.unwaited:
-        kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
-        where = f"the {kind} at {shown(call.where)}"
-        return f"{trial.case.label}: rank {call.rank} never waits for {where}"
-    return None
+    if not trial.unwaited:
+        return None
+    call = trial.unwaited[0]
+    kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
+    where = f"the {kind} at {shown(call.where)}"
+    return f"{trial.case.label}: rank {call.rank} never waits for {where}"
 
 
 # ---- misconceptions that many exercises share ----
@@ -353,14 +341,12 @@ def right(trial: Trial) -> bool:
 def everyone_waits_in(kind: str) -> Callable[[Sequence[Trial]], bool]:
     """Return a test of whether each deadlock is a cycle of ranks that all wait in this call."""
 
-    def seen(trials: Sequence[Trial]) -> bool:
-        errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
-        return all_show(
-            errors,
-            lambda error: error.cycle and {what for what, _, _ in error.waiting.values()} == {kind},
-        )
+    def waits(error: DeadlockError) -> bool:
+        return bool(error.cycle) and {what for what, *_ in error.waiting.values()} == {kind}
 
-    return seen
+    return lambda trials: all_show(
+        [trial.error for trial in trials if isinstance(trial.error, DeadlockError)], waits
+    )
 
 
 def never_waits_for(*kinds: str) -> Callable[[Sequence[Trial]], bool]:
@@ -370,78 +356,53 @@ def never_waits_for(*kinds: str) -> Callable[[Sequence[Trial]], bool]:
 
 SENDS_FIRST = Misconception(
     "everyone sends first",
-    (
-        "Every rank sends first and waits until its message is received, but no rank has posted a "
-        "receive: all of them wait forever."
-    ),
+    "Every rank sends first and waits until its message is received, but no rank has posted a "
+    "receive: all of them wait forever.",
     everyone_waits_in("send"),
 )
-RECEIVES_FIRST = Misconception(
-    "everyone receives first",
-    (
-        "Every rank receives first and waits, but no rank has sent anything yet: all of them wait "
-        "forever."
-    ),
-    everyone_waits_in("recv"),
-)
-WORKS_THROWN_AWAY = Misconception(
-    "works thrown away",
-    (
-        "isend and irecv only start a message. Nobody waits for the works that they return, so the "
-        "data may never arrive."
-    ),
-    never_waits_for("recv", "send"),
-)
-WAIT_FORGOTTEN = Misconception(
-    "receive's wait forgotten",
-    (
-        "A receive is used before anybody has waited for it: until wait() returns, its tensor does "
-        "not hold the data."
-    ),
-    never_waits_for("recv"),
-)
-SEND_WAIT_FORGOTTEN = Misconception(
-    "send's wait forgotten",
-    (
-        "Nobody waits for a send. Until its wait() returns, the message may still be read from the "
-        "tensor, so the tensor must not change."
-    ),
-    never_waits_for("send"),
-)
-CHANGED_WHILE_SENT = Misconception(
-    "changed while it is sent",
-    (
-        "A tensor is written to between isend, or a collective with async_op=True, and its wait(). "
-        "It may still be read, or be written later: what arrives may be old or new values."
-    ),
-    lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
-)
-COLLECTIVE_WAIT_FORGOTTEN = Misconception(
-    "collective's wait forgotten",
-    (
-        "A collective with async_op=True only starts. Nobody waits for the work that it returns, "
-        "so its result may never arrive."
-    ),
-    lambda trials: any(
-        call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited
-    ),
-)
-MESSAGES = (
+MESSAGES = (  # wherever a call may return a work
     SENDS_FIRST,
-    RECEIVES_FIRST,
-    WORKS_THROWN_AWAY,
-    WAIT_FORGOTTEN,
-    SEND_WAIT_FORGOTTEN,
-    CHANGED_WHILE_SENT,
-    COLLECTIVE_WAIT_FORGOTTEN,
-)  # wherever a call may return a work
-
+    Misconception(
+        "everyone receives first",
+        "Every rank receives first and waits, but no rank has sent anything yet: all of them wait "
+        "forever.",
+        everyone_waits_in("recv"),
+    ),
+    Misconception(
+        "works thrown away",
+        "isend and irecv only start a message. Nobody waits for the works that they return, so the "
+        "data may never arrive.",
+        never_waits_for("recv", "send"),
+    ),
+    Misconception(
+        "receive's wait forgotten",
+        "A receive is used before anybody has waited for it: until wait() returns, its tensor does "
+        "not hold the data.",
+        never_waits_for("recv"),
+    ),
+    Misconception(
+        "send's wait forgotten",
+        "Nobody waits for a send. Until its wait() returns, the message may still be read from the "
+        "tensor, so the tensor must not change.",
+        never_waits_for("send"),
+    ),
+    Misconception(
+        "changed while it is sent",
+        "A tensor is written to between isend, or a collective with async_op=True, and its wait(). "
+        "It may still be read, or be written later: what arrives may be old or new values.",
+        lambda trials: any(getattr(t.error, "kind", "") == "ChangedWhileSent" for t in trials),
+    ),
+    Misconception(
+        "collective's wait forgotten",
+        "A collective with async_op=True only starts. Nobody waits for the work that it returns, "
+        "so its result may never arrive.",
+        lambda trials: any(c.kind not in ("send", "recv") for t in trials for c in t.unwaited),
+    ),
+)
 CHANGES_ITS_INPUT = Misconception(
     "clobbers its input",
-    (
-        "The function writes into the tensor that it is given. The caller still needs it, for "
-        "example as its own gradient."
-    ),
+    "The function writes into the tensor that it is given. The caller still needs it, for example "
+    "as its own gradient.",
     lambda trials: any(0 in places for trial in trials for places in trial.changed),
 )
 
@@ -466,9 +427,10 @@ def only_root_zero(trials: Sequence[Trial]) -> bool:
 def only_where_none_is_due(trials: Sequence[Trial]) -> bool:
     """Return whether every wrong result is something in place of None."""
     wrong = failed(trials)
-    pairs = [pair for trial in wrong for pair in zip(trial.results, trial.case.expected)]
-    return all(trial.error is None for trial in wrong) and all_show(
-        pairs, lambda found, expected: expected is None or same(found, expected)
+    return len(ended(wrong)) == len(wrong) > 0 and all(
+        expected is None or same(found, expected)
+        for trial in wrong
+        for found, expected in zip(trial.results, trial.case.expected)
     )
 
 
@@ -498,11 +460,10 @@ def rank_missing(error: BaseException | None) -> bool:
 def unwritten_was_sent(trials: Sequence[Trial]) -> bool:
     """Return whether values are wrong, and a message has what torch.empty gives on these ranks."""
     return any(
-        value != value or value in NEVER_WRITTEN
+        not isinstance(value, bool) and (value != value or value in NEVER_WRITTEN)
         for trial in failed(trials)
         for message in trial.trace.messages()
         for value in (message.payload or ())[:64]
-        if not isinstance(value, bool)
     )
 
 

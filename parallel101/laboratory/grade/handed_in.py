@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
-from collections.abc import Iterator
+import re
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from parallel101.laboratory.grade.homework import HomeworkSet
-from parallel101.laboratory.grade.notebook_functions import (
-    NoSubmission,
-    bound,
-    functions_in_notebook,
-)
 from parallel101.laboratory.grade.plain_text import plain, plain_name
 from parallel101.laboratory.grade.remote import Submission
+from parallel101.laboratory.grade.stubs import (
+    UNREADABLE,
+    Cell,
+    code_cells,
+    given_in,
+    is_stub,
+    parsed,
+)
 
 MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
 MOST_NOTEBOOK = 1 << 25  # of a notebook, which may have pictures
 MOST_FILES = 20  # that are read
 TESTS = ("test_", "conftest")
 NOT_HANDED_IN = "not handed in"
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+NAMED = (ast.Assign, ast.AnnAssign)
+
+
+class NoSubmission(ValueError):
+    """Nothing that was handed in can be graded. The message says what was expected.
+
+    `reason` says in a few words why there are no points.
+    """
+
+    def __init__(self, message: str, reason: str = "not readable"):
+        super().__init__(message)
+        self.reason = reason
 
 
 def read(path: Path, homework: HomeworkSet) -> Submission:
@@ -42,8 +62,7 @@ def _read(path: Path, homework: HomeworkSet) -> Submission:
         raise NoSubmission(f"{plain_name(path)} is a link; hand in the file or the folder itself")
     wanted = [exercise.function for exercise in homework.exercises]
     files = _files_in(path, homework.code)
-    programs: dict[Path, str] = {}
-    errors: dict[Path, Exception] = {}
+    programs, errors = {}, {}
     for file in files:
         try:
             programs[file] = _program(file, path, homework)
@@ -131,16 +150,12 @@ def _files_in(path: Path, code: Path) -> list[Path]:
         raise NoSubmission(
             f"there is no {name} in what was handed in; there is {there}", NOT_HANDED_IN
         )
-    return sorted(
-        found,
-        key=lambda file: (
-            file.name != name,
-            not file.name.startswith(code.stem),
-            file.suffix == ".ipynb",
-            len(file.parts),
-            file,
-        ),
-    )[:MOST_FILES]
+
+    def unlikely(file: Path) -> tuple:
+        ours = file.name.startswith(code.stem)
+        return file.name != name, not ours, file.suffix == ".ipynb", len(file.parts), file
+
+    return sorted(found, key=unlikely)[:MOST_FILES]
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
@@ -174,3 +189,102 @@ def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
         return None
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     return [entry for entry in entries if entry.suffix in (".py", ".ipynb") or entry.is_dir()]
+
+
+# ---- the program in a notebook ----
+
+
+def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
+    """Return the imports, functions and constants of a notebook's cells, below what its set gives.
+
+    import torch                      kept
+    def ring_shift(x): …              kept, with its decorators
+    from hw1 import ring_shift        left out: the program takes the place of hw1
+    SCALE = 2                         kept if a function uses SCALE
+    ring_shift?     %timeit …         not Python: left out, like cells of another language
+    check(ring_shift)                 left out, as are all other calls
+
+    Raises NoSubmission if it is no notebook, or defines none of the functions of the set.
+    """
+    wanted = [exercise.function for exercise in homework.exercises]
+    try:
+        read = [parsed(source) for _, source in code_cells(text)]
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
+    nodes = [node for cell in read if isinstance(cell, Cell) for node in cell.nodes]
+    used = _used(nodes)
+    parts, defined = [given_in(homework.code)], {n.name for n in nodes if isinstance(n, DEFINED)}
+    for cell in read:
+        if isinstance(cell, Cell):
+            kept = (node for node in cell.nodes if _belongs(node, used, homework.code.stem))
+            parts += map(ast.unparse, kept)
+        elif more := _defined_in_text(cell, wanted):
+            parts.append(cell)  # a mistake in one of the functions: the learner is shown where
+            defined |= more
+    if not defined & set(wanted):
+        raise NoSubmission(
+            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside "
+            "the notebook: hand in that file"
+        )
+    return "\n\n".join(part for part in parts if part.strip()) + "\n"
+
+
+def bound(text: str, wanted: Sequence[str]) -> set[str]:
+    """Return which of the names `wanted` a program defines or imports, except for stubs.
+
+    A program that can't be parsed has those that it seems to define.
+    """
+    try:
+        nodes = ast.parse(text).body
+    except UNREADABLE:
+        return _defined_in_text(text, wanted)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, DEFINED):
+            names |= {node.name} if not is_stub(node) else set()
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, NAMED):
+            names |= _targets(node)
+    return set(wanted) if "*" in names else names & set(wanted)
+
+
+def _defined_in_text(text: str, wanted: Sequence[str]) -> set[str]:
+    return {name for name in wanted if re.search(rf"^\s*def\s+{name}\b", text, re.MULTILINE)}
+
+
+def _used(nodes: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that functions and classes use, and the names that those are made of."""
+    codes: list[types.CodeType] = []
+    for node in nodes:
+        with suppress(*UNREADABLE):
+            if isinstance(node, DEFINED):
+                codes.append(compile(ast.Module([node], []), "cell", "exec"))
+    new: set[str] = set()
+    for code in codes:  # the codes in it are added meanwhile
+        new.update(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    named = [node for node in nodes if isinstance(node, NAMED)]
+    used: set[str] = set()
+    while new:
+        used |= new
+        new = {name for node in named if _targets(node) & new for name in _names(node)} - used
+    return used
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {name for target in targets for name in _names(target)}
+
+
+def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        from_itself = isinstance(node, ast.ImportFrom) and node.module == module
+        return "parallel101" not in ast.unparse(node) and not from_itself
+    if isinstance(node, NAMED):
+        return bool(_targets(node) & used)
+    return isinstance(node, DEFINED)

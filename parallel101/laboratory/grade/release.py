@@ -19,24 +19,34 @@ may own its name.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import os
 import re
 import secrets
 import shutil
 import stat
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import IO
 
 import torch
 
+from parallel101.laboratory import PACKAGE
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.stubs import filled_in, without_outputs
-from parallel101.laboratory.grade.wheel import add_file, library_wheel
 
 # what the text of a set may need beside its own files
 FIGURES = (".png", ".svg")
 # where a teacher may keep this library
 ADDRESS = re.compile(r"(git\+https|git\+ssh|https)://[\w.:/@%+~#=&?-]+")
+
+# of the package, in its wheel
+LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", "notebooks")  # graders need no notebooks
+TIME = (2026, 1, 1, 0, 0, 0)  # of all entries, so that the same files give the same wheel
+KIND = "Wheel-Version: 1.0\nGenerator: parallel101\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 SETUP = """#!/usr/bin/env bash
 # Gradescope runs this once, as root, when it builds the image. Everything is in /opt/grader, where
@@ -126,35 +136,31 @@ def release(
     seed_file.chmod(stat.S_IRUSR | stat.S_IWUSR)
     name = homework.folder.name
     learners, gradescope, github = (
-        out / f"{name}.zip",
-        out / f"{name}_gradescope.zip",
-        out / "github",
+        out / path for path in (f"{name}.zip", f"{name}_gradescope.zip", "github")
     )
-    files = {file.name: _content(file) for file in handed_out(homework)}
-    with zipfile.ZipFile(learners, "w", zipfile.ZIP_DEFLATED) as bundle:
-        for file, content in files.items():
-            add_file(bundle, f"{name}/{file}", content, 0o644)
-
+    files = {f"{name}/{file.name}": _content(file) for file in handed_out(homework)}
+    _write_zip(learners, {file: (content, 0o644) for file, content in files.items()})
     torch_version = torch.__version__.partition("+")[0]
-    with zipfile.ZipFile(gradescope, "w", zipfile.ZIP_DEFLATED) as bundle:
-        setup = SETUP.format(torch=torch_version, library=library or f"/autograder/source/{wheel}")
-        add_file(bundle, "setup.sh", setup.encode(), 0o755)
-        add_file(bundle, "run_autograder", RUN.format(name=name).encode(), 0o755)
-        add_file(bundle, "seed.txt", f"{seed}\n".encode(), 0o600)
-        for declared in (*homework.tests, homework.code):
-            add_file(bundle, f"{name}/{declared.name}", files[declared.name], 0o600)
-        if wheel:
-            add_file(bundle, wheel, packed, 0o600)
+    setup = SETUP.format(torch=torch_version, library=library or f"/autograder/source/{wheel}")
+    graders = {f"{name}/{file.name}" for file in (*homework.tests, homework.code)}
+    wheels = {wheel: packed} if wheel else {}
+    _write_zip(
+        gradescope,
+        {
+            "setup.sh": (setup.encode(), 0o755),
+            "run_autograder": (RUN.format(name=name).encode(), 0o755),
+            "seed.txt": (f"{seed}\n".encode(), 0o600),
+            **{file: (files[file], 0o600) for file in files if file in graders},
+            **{file: (content, 0o600) for file, content in wheels.items()},
+        },
+    )
 
     # only what a release writes: a teacher may have made a repository of this folder
     shutil.rmtree(github / name, ignore_errors=True)
     for old in github.glob("parallel101-*.whl"):
         old.unlink()
     workflow = WORKFLOW.format(name=name, torch=torch_version, library=library or f"./{wheel}")
-    written = {f"{name}/{file}": content for file, content in files.items()}
-    written |= {".github/workflows/grade.yml": workflow.encode()} | (
-        {wheel: packed} if wheel else {}
-    )
+    written = files | wheels | {".github/workflows/grade.yml": workflow.encode()}
     for file, content in written.items():
         (github / file).parent.mkdir(parents=True, exist_ok=True)
         (github / file).write_bytes(content)
@@ -189,3 +195,58 @@ def _refusal(homework: HomeworkSet, found: list[str]) -> str:
         f"Release it from a clone in which nothing is filled in, or copy your solution elsewhere "
         f"and get the stubs back: git checkout -- {folder}"
     )
+
+
+# ---- this library as a wheel ----
+
+
+def library_wheel() -> tuple[str, bytes]:
+    """Return the file name and the content of a wheel of this library, for pip to install.
+
+    It is the package as it runs here, with its metadata as it was installed here. The format is
+    that of the Python packaging specifications, "Binary distribution format". Nothing is built, so
+    no network is needed, and the installed package is enough.
+
+    Raises ValueError if the library was never installed here, and so has no metadata.
+    """
+    try:
+        installed = distribution("parallel101")
+    except PackageNotFoundError:
+        raise ValueError(
+            "parallel101 is not installed here, so there is no metadata for its wheel: run "
+            "pip install -e . in its folder, or give its address with --library"
+        ) from None
+    about = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+    named = f"parallel101-{installed.version}"
+    files = {
+        f"parallel101/{file.relative_to(PACKAGE).as_posix()}": file.read_bytes()
+        for file in sorted(Path(PACKAGE).rglob("*"))
+        if file.is_file() and not set(LEFT_OUT) & set(file.parts) and file.name[0] != "."
+    }
+    texts = {
+        "METADATA": about,
+        "WHEEL": KIND,
+        "entry_points.txt": installed.read_text("entry_points.txt") or "",
+        "licenses/LICENSE": installed.read_text("licenses/LICENSE") or "",
+    }
+    files |= {f"{named}.dist-info/{name}": text.encode() for name, text in texts.items()}
+    record = f"{named}.dist-info/RECORD"
+    lines = [f"{name},{_hash(data)},{len(data)}\n" for name, data in files.items()]
+    files[record] = "".join([*lines, f"{record},,\n"]).encode()
+    packed = io.BytesIO()
+    _write_zip(packed, {name: (data, 0o644) for name, data in files.items()})
+    return f"{named}-py3-none-any.whl", packed.getvalue()
+
+
+def _write_zip(file: Path | IO[bytes], contents: dict[str, tuple[bytes, int]]) -> None:
+    """Write a zip of files, each with its content and its mode. All have the same time."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, (content, mode) in contents.items():
+            entry = zipfile.ZipInfo(name, TIME)
+            entry.external_attr = (stat.S_IFREG | mode) << 16
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
+
+
+def _hash(data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
+    return f"sha256={digest.decode()}"

@@ -19,8 +19,8 @@ import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from parallel101.laboratory.grade.cells import Cell, code_cells, parsed
 from parallel101.laboratory.grade.homework import HomeworkSet
 
 GIVEN = "this is given"  # in the docstring of a function that learners need and don't write
@@ -169,3 +169,52 @@ def _in_notebook(file: Path, functions: set[str]) -> Iterator[str]:
                     value = answer.value
                     if not (isinstance(value, ast.Constant) and value.value in UNANSWERED):
                         yield f"{place}: {answer.arg} is answered"
+
+
+# ---- cells of a notebook ----
+
+# what a text that was handed in may raise when it is parsed: it is no program, has a null byte, or
+# is nested too deeply
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+# of IPython's %% magics, those with Python below them
+PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
+# a line for IPython: %timeit f(), !ls, f?, ?f, files = !ls
+FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
+
+
+class Cell(NamedTuple):
+    """A cell of code that is Python."""
+
+    source: str
+    nodes: list[ast.stmt]
+
+
+def code_cells(notebook: str) -> list[tuple[str, str]]:
+    """Return the id and the text of each cell of code.
+
+    Raises ValueError, KeyError or TypeError for a text that is no notebook.
+    """
+    return [
+        (cell.get("id", ""), "".join(cell["source"]))
+        for cell in json.loads(notebook)["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+def parsed(source: str) -> Cell | str:
+    """Return a cell as Python, without IPython's syntax; its text if that's not Python."""
+    first = source.lstrip().partition("\n")[0]
+    if first.startswith("%%"):
+        if not first.startswith(PYTHON_CELLS):
+            return ""
+        source = source.replace(first, "", 1)
+    plain = "\n".join(
+        re.match(r"\s*", line)[0] + "pass" if FOR_IPYTHON.match(line) else line  # type: ignore[index]
+        for line in source.split("\n")
+    )
+    for text in (source, plain):  # a line of a docstring may look as if it were for IPython
+        try:
+            return Cell(text, ast.parse(text).body)
+        except UNREADABLE:
+            continue
+    return plain

@@ -11,7 +11,6 @@ submission whose result is on disk is not graded again, unless its file has chan
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import multiprocessing
@@ -23,25 +22,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from parallel101.laboratory.grade.exercise import Exercise
-from parallel101.laboratory.grade.grading import ExerciseVerdict
-from parallel101.laboratory.grade.handed_in import read, student
+from parallel101.laboratory.grade.handed_in import NoSubmission, read, student
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.isolation import RANKS, clean_up
 from parallel101.laboratory.grade.learner import report_on
-from parallel101.laboratory.grade.notebook_functions import NoSubmission
-from parallel101.laboratory.grade.plain_text import cell, plain, plain_name
-
-# of one submission, as JSON: student, set, hash, points, out_of, complete, exercises, and a note on
-# the choice of its file
-Result = dict[str, Any]
+from parallel101.laboratory.grade.plain_text import plain, plain_name
+from parallel101.laboratory.grade.results import Result, exercise_result, ungraded, write_json
 
 
 def grade_submission(
@@ -94,55 +86,15 @@ def _grader_failed(error: Exception) -> str:
 
 def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
     """Return the result of a submission before any exercise is graded: no points."""
-    exercises = [_entry(exercise) for exercise in homework.exercises]
-    out_of = sum(exercise.points for exercise in homework.exercises)
     return {
         "student": student(path),
         "set": homework.folder.name,
         "hash": content_hash(path, homework, seed),
         "points": 0.0,
-        "out_of": out_of,
+        "out_of": sum(exercise.points for exercise in homework.exercises),
         "complete": False,
         "note": "",
-        "exercises": exercises,
-    }
-
-
-def _entry(exercise: Exercise) -> dict[str, Any]:
-    return {
-        "number": exercise.number,
-        "function": exercise.function,
-        "title": exercise.title,
-        "points": 0.0,
-        "out_of": exercise.points,
-        "graded": False,
-        "not_written": False,
-        "reason": "not graded",  # why points are missing, in a word or two
-        "misconception": None,
-        "problem": "",
-        "text": "",  # what the learner reads about it
-        "findings": [],
-        "seconds": 0.0,
-    }
-
-
-def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
-    """Return a verdict as JSON, with its report as text."""
-    mistake = verdict.misconception
-    findings = [
-        asdict(f) | {"points": round(f.points, 2), "out_of": round(f.out_of, 2)}
-        for f in verdict.findings
-    ]
-    return _entry(verdict.exercise) | {
-        "points": verdict.points,
-        "graded": True,
-        "not_written": verdict.not_written,
-        "reason": plain(verdict.reason),
-        "problem": plain(verdict.problem),
-        "text": text,
-        "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
-        "findings": findings,
-        "seconds": round(verdict.seconds, 2),
+        "exercises": [ungraded(exercise) for exercise in homework.exercises],
     }
 
 
@@ -181,16 +133,10 @@ def grade_class(
         feedback: the folder for a page for each learner, which exists; None: no pages.
     """
     results.mkdir(parents=True, exist_ok=True)
-    tasks = [
-        Task(
-            path,
-            homework.tests[0],
-            seed,
-            results / f"{name}.json",
-            None if feedback is None else feedback / f"{name}.html",
-        )
-        for path, name in _result_names(submissions).items()
-    ]
+    tasks = []
+    for path, name in _result_names(submissions).items():
+        page = None if feedback is None else feedback / f"{name}.html"
+        tasks.append(Task(path, homework.tests[0], seed, results / f"{name}.json", page))
     done = {task: found for task in tasks if (found := task.finished()) is not None}
     left = [task for task in tasks if task not in done]
     graded = _by_pool(left, jobs) if jobs > 1 else ((task, task.grade()) for task in left)
@@ -215,13 +161,8 @@ class Task(NamedTuple):
         if _told_to_end:
             raise SystemExit(1)
         try:
-            return grade_submission(
-                self.submission,
-                _set_of(self.tests),
-                self.seed,
-                lambda result: write_json(self.file, result),
-                self.page,
-            )
+            homework, write = _set_of(self.tests), partial(write_json, self.file)
+            return grade_submission(self.submission, homework, self.seed, write, self.page)
         except Exception as error:
             return self.not_graded(error)
 
@@ -325,82 +266,3 @@ def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
 
 def _short_hash(path: Path) -> str:
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a file whole: a reader sees the old content or the new one."""
-    partial = path.with_name(f".{os.getpid()}.json")
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    partial.write_text(text, encoding="utf-8", errors="replace")
-    partial.replace(path)
-
-
-def earned(entry: dict[str, Any]) -> float | str:
-    """Return the points of one exercise in a result; for optional practice, "done" or "–"."""
-    if entry["out_of"]:
-        return entry["points"]
-    done = entry["graded"] and all(finding["passed"] for finding in entry["findings"])
-    return "done" if done else "–"
-
-
-def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """Write one line for each learner.
-
-    It has for each exercise the points, why points are missing, and the misconception.
-    """
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = [_csv_row(result) for result in results]
-        writer = csv.DictWriter(file, rows[0] if rows else ("student", "points", "out_of"))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _csv_row(result: Result) -> dict[str, object]:
-    row = {name: result[name] for name in ("student", "points", "out_of")}
-    for entry in result["exercises"]:
-        number, mistake = entry["number"], entry["misconception"] or {}
-        row[f"{number} {'points' if entry['out_of'] else 'practice'}"] = earned(entry)
-        row[f"{number} reason"] = entry.get("reason", "")  # not in results of an older version
-        row[f"{number} misconception"] = mistake.get("name", "")
-    return {name: cell(value) for name, value in row.items()}
-
-
-def class_table(results: Sequence[Result]) -> str:
-    """Return the class as text: each learner's points by exercise, and the misconceptions.
-
-    A learner with the same misconception in several exercises counts once.
-    """
-    if not results:
-        return "no submissions"
-    numbers = [entry["number"] for entry in results[0]["exercises"]]
-    width = max(len(result["student"]) for result in results)
-    lines = [" ".join([f"{'':<{width}}", *(f"{n:>6}" for n in numbers), "  total"])]
-    for result in sorted(results, key=lambda result: (-result["points"], result["student"])):
-        points = " ".join(
-            f"{value:>6}" if isinstance(value := earned(entry), str) else f"{value:>6g}"
-            for entry in result["exercises"]
-        )
-        lines.append(f"{result['student']:<{width}} {points} {result['points']:>7g}")
-    mean = sum(result["points"] for result in results) / len(results)
-    lines.append(
-        f"{len(results)} submissions, {mean:.1f} of {results[0]['out_of']:g} points on average"
-    )
-    named = [
-        (entry["misconception"]["name"], result["student"], entry["number"])
-        for result in results
-        for entry in result["exercises"]
-        if entry["misconception"]
-    ]
-    learners = len({result["student"] for result in results})
-    often = Counter(name for name, _ in {(name, student) for name, student, _ in named})
-    lines += ["", "Misconceptions, most frequent first:"] if named else []
-    for name, count in sorted(often.items(), key=lambda pair: (-pair[1], pair[0])):
-        where = {number for other, _, number in named if other == name}
-        found = [number for number in dict.fromkeys(numbers) if number in where]
-        lines.append(
-            f"{count:>6} of {learners} learners: {name} "
-            f"(exercise{'s' * (len(found) > 1)} {', '.join(found)})"
-        )
-    notes = [f"{r['student']}: {r['note']}" for r in results if r.get("note")]
-    lines += ["", *notes] if notes else []
-    return "\n".join(lines)
