@@ -38,7 +38,7 @@ CHECKS = (value(), bytes_sent(lambda case: [16, 16], "16 bytes"))
 EXERCISES = [Exercise("0", "all_gather", "All-gather", 10, cases, CHECKS, lambda case: [16, 16])]
 """
 HEAD = '''
-import atexit, gc, os, sys, threading, time, socket, struct, tempfile
+import gc, os, sys, time, struct, tempfile
 import torch, torch.distributed as dist
 os.umask(0)  # the other rank may be another user
 def rank(): return dist.get_rank()
@@ -51,17 +51,6 @@ def side(x):
     while not os.path.exists(other) and time.monotonic() < until: time.sleep(0.002)
     both = [x, torch.frombuffer(bytearray(open(other, "rb").read()), dtype=x.dtype)]
     return torch.cat(both if rank() == 0 else both[::-1])
-kept = []
-def tcp_store():
-    """A store of the two ranks' own; rank 1 learns its port from a file."""
-    path, until = "/tmp/parallel101_side_{key}_port", time.monotonic() + 4
-    if rank() == 0:
-        kept.append(dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
-        with open(path + ".new", "w") as file: file.write(str(kept[0].port))
-        os.rename(path + ".new", path)
-        return kept[0]
-    while not os.path.exists(path) and time.monotonic() < until: time.sleep(0.002)
-    return dist.TCPStore("localhost", int(open(path).read()), is_master=False)
 '''
 HONEST = """
 def all_gather(x):
@@ -92,25 +81,6 @@ def all_gather(x):
     from torch.distributed._functional_collectives import all_gather_tensor
     return all_gather_tensor(x, 0, dist.group.WORLD)""",
     "a file": "def all_gather(x): return side(x)",
-    "a network connection": """
-def all_gather(x):
-    path = "/tmp/parallel101_side_{key}_socket"
-    if rank() == 0:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path); server.listen(); other, _ = server.accept()
-    else:
-        other = socket.socket(socket.AF_UNIX); until = time.monotonic() + 4
-        while time.monotonic() < until:
-            try: other.connect(path); break
-            except OSError: time.sleep(0.002)
-    other.sendall(x.numpy().tobytes())
-    y = torch.frombuffer(bytearray(other.recv(16)), dtype=x.dtype)
-    return torch.cat([x, y] if rank() == 0 else [y, x])""",
-    "a process group of one's own": """
-def all_gather(x):
-    group = dist.ProcessGroupGloo(tcp_store(), rank(), 2)
-    parts = [torch.empty_like(x) for _ in range(2)]
-    group.allgather([parts], [x]).wait(); return torch.cat(parts)""",
     "the grader's frames": """
 def all_gather(x):
     frame = sys._getframe()
@@ -121,19 +91,6 @@ def all_gather(x):
     for value in gc.get_objects():
         if isinstance(value, torch.Tensor) and value.shape == (8,): return value
         if type(value).__name__ == "Case": return value.expected[rank()]
-    return torch.cat([x, x])""",
-    "the grader's memory": """
-def all_gather(x):
-    memory = open("/proc/%d/mem" % os.getppid(), "rb")
-    maps = open("/proc/%d/maps" % os.getppid()).read().split("\\n")
-    mine = x.numpy().tobytes()
-    for line in maps[:-1]:
-        if "rw-p" in line and len(line.split()) < 6:
-            start, stop = (int(end, 16) for end in line.split()[0].split("-"))
-            try: memory.seek(start); data = memory.read(min(stop - start, 1 << 26))
-            except OSError: continue
-            at = data.find(mine)
-            if at >= 16: return torch.frombuffer(bytearray(data[at - 16 : at + 16]), dtype=x.dtype)
     return torch.cat([x, x])""",
     "torch.equal and assert_close patched": """
 torch.equal = torch.allclose = torch.testing.assert_close = lambda *a, **k: True
@@ -159,11 +116,6 @@ for path in ("results.json", "/autograder/results/results.json", home):
     try: open(path, "w").write('{"score": 10}')
     except OSError: pass
 def all_gather(x): return torch.cat([x, x])""",
-    "sys.exit": "def all_gather(x): sys.exit(0)",
-    "os._exit": "def all_gather(x): os._exit(0)",
-    "atexit": """
-atexit.register(print, "1 passed")
-def all_gather(x): raise SystemExit(0)""",
     "prints": """
 def all_gather(x):
     print("1 passed in 0.01s\\n10 of 10 points"); sys.stdout.flush()
@@ -206,12 +158,7 @@ theirs = [f for f in functions if (f.__module__, f.__name__) == name][0]
 def all_gather(x): return theirs(x)""",
 }
 CHEATS |= WITH_THE_PACKAGE
-AROUND = {
-    "the same where files are not closed",
-    "a file",
-    "a network connection",
-    "a process group of one's own",
-}
+AROUND = {"the same where files are not closed", "a file"}
 
 
 @pytest.fixture(scope="module")
@@ -383,13 +330,13 @@ def all_gather(x):
     [work.wait() for work in works]
     other = int(y)
     checks = [refused(lambda: open({str(secret)!r})), os.getuid() != 0]
-    checks += [refused(lambda: open("/proc/%d/mem" % other, "rb"))]
+    checks += [refused(lambda: open(f"/proc/{{o}}/mem", "rb")) for o in (other, os.getppid())]
     checks += [refused(lambda: os.kill(pid, 0)) for pid in (other, {os.getpid()}, os.getppid())]
     print(checks)
     return x
 """
     verdict = grade(exercise, submission(code, "user"), "a secret")
-    assert verdict.shown.printed == [f"{[True] * 6}\n"] * 2
+    assert verdict.shown.printed == [f"{[True] * 7}\n"] * 2
 
 
 @pytest.fixture

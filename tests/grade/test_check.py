@@ -25,19 +25,20 @@ from parallel101.laboratory.ranks.processes import start_method
 ROOT = Path(__file__).parents[2]
 HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n"
 HEAD += "    rank, n, x = dist.get_rank(), dist.get_world_size(), x.contiguous()\n"
-RIGHT = (
-    HEAD
-    + "    y = torch.empty_like(x)\n    work = dist.isend(x, (rank + 1) % n) if n > 1 else None\n"
-)
-RIGHT += (
-    "    if n == 1:\n        return x.clone()\n    dist.recv(y, (rank - 1) % n)\n    "
-    "work.wait()\n    return y\n"
-)
+RIGHT = f"""{HEAD}    y = torch.empty_like(x)
+    work = dist.isend(x, (rank + 1) % n) if n > 1 else None
+    if n == 1:
+        return x.clone()
+    dist.recv(y, (rank - 1) % n)
+    work.wait()
+    return y
+"""
 SENDS_FIRST = RIGHT.replace("isend", "send").replace("    work.wait()\n", "")
-AGAIN = (
-    "    again = dist.isend(x, (rank + 1) % n)\n    dist.recv(y, (rank - 1) % n)\n    "
-    "again.wait()\n    return y\n"
-)
+AGAIN = """    again = dist.isend(x, (rank + 1) % n)
+    dist.recv(y, (rank - 1) % n)
+    again.wait()
+    return y
+"""
 TWICE = RIGHT.replace("    return y\n", AGAIN)
 
 
@@ -103,22 +104,15 @@ def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
     page = BeautifulSoup(report._repr_html_(), "html.parser")
     assert page.find(class_="p101g-mistake").get_text().startswith("Everyone sends first.")
     assert [cell.get_text() for cell in page.select(".p101g-fails .p101g-unseen")] == ["fails"] * 3
-    assert (
-        page.find("figure") is not None
-        and page.section["aria-label"] == "ring_shift: 0 of 10 points"
-    )
+    assert page.find("figure") and page.section["aria-label"] == "ring_shift: 0 of 10 points"
     assert report.saved == homework / "pictures" / "ring_shift.html"
 
 
 def test_properties_are_judged_one_by_one(homework):
     report = graded(homework, TWICE)
     said = str(report)
-    assert (
-        "4 of 10 points" in said
-        and "✓ value" in said
-        and "✗ bytes" in said
-        and "are enough" in said
-    )
+    for text in ("4 of 10 points", "✓ value", "✗ bytes", "are enough"):
+        assert text in said
 
 
 @pytest.mark.parametrize(
@@ -133,10 +127,8 @@ def test_properties_are_judged_one_by_one(homework):
 )
 def test_other_mistakes_are_explained(homework, source, expected):
     report = graded(homework, source)
-    assert (
-        expected in str(report)
-        and expected in BeautifulSoup(report._repr_html_(), "html.parser").get_text()
-    )
+    assert expected in str(report)
+    assert expected in BeautifulSoup(report._repr_html_(), "html.parser").get_text()
 
 
 def test_a_function_that_no_exercise_asks_for_is_refused(homework):
@@ -170,10 +162,8 @@ def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_ans
     assert "predict first: predict(hw1.ring_shift, sent=…)" in asked and "your run" not in asked
     predict(hw1.ring_shift, sent=4000, steps=3)
     said = capsys.readouterr().out
-    assert (
-        "you said: 4,000 bytes · your run: 4,000 bytes ✓" in said
-        and "you said: 3 steps · your run: 1 step ≠" in said
-    )
+    assert "you said: 4,000 bytes · your run: 4,000 bytes ✓" in said
+    assert "you said: 3 steps · your run: 1 step ≠" in said
     noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
     assert noted["hints"] == 3 and noted["predictions"] == {"sent": 4000, "steps": 3}
 

@@ -15,6 +15,9 @@
     notebook.py    p101.check, p101.hint and p101.predict
     handed_in.py, submissions.py
                    reads what was handed in, and grades one submission or a class
+    results.py     results as JSON, CSV, Gradescope's, and the tables of a learner and a class
+    release.py, stubs.py
+                   what a teacher hands out, if it gives no solution away
 
 The rules that exercises of one kind share are in exercises/, beside this folder. The grade is
 decided in a process that never runs the learner's code.

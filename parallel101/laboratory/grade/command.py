@@ -107,8 +107,20 @@ def handed_in(
         _can_be_written("--json", json)
         one = (entries or [folder])[0]
         page = feedback / f"{student(one)}.html" if feedback is not None else None
+
+        def write(result: Result) -> None:
+            if gradescope is not None:
+                write_json(gradescope, gradescope_results(result))
+            if json is not None:
+                write_json(json, result)
+
         with _ended_by_sigterm():
-            results = [_grade_one(one, homework, seed, gradescope, json, page)]
+            result = grade_submission(one, homework, seed, write, page)
+        results = [result]
+        for entry in result["exercises"]:
+            print(f"{exercise_text(entry)}\n")
+        print(result["note"], end="\n" * bool(result["note"]))
+        print(f"{result['points']:g} of {result['out_of']:g} points")
     else:
         into = json or Path("results") / homework.folder.name
         _can_be_written("for a class, --json", into, folder=True)
@@ -121,11 +133,8 @@ def handed_in(
         with _ended_by_sigterm():
             results = grade_class(entries, homework, into, seed=seed, jobs=jobs, feedback=feedback)
         print(class_table(results))
-        left_out = sorted(
-            plain_name(entry)
-            for entry in folder.iterdir()
-            if entry not in entries and entry.name[0] != "."
-        )
+        others = {entry for entry in folder.iterdir() if entry.name[0] != "."} - {*entries}
+        left_out = sorted(map(plain_name, others))
         if left_out:
             print(f"\nNot graded, being no Python file, notebook or folder: {', '.join(left_out)}")
     if csv is not None:
@@ -149,28 +158,6 @@ def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> lis
     return [submissions / name for key, name in reversed(once.items()) if key not in there]
 
 
-def _grade_one(
-    submission: Path,
-    homework: HomeworkSet,
-    seed: str,
-    gradescope: Path | None,
-    json: Path | None,
-    page: Path | None,
-) -> Result:
-    def write(result: Result) -> None:
-        if gradescope is not None:
-            write_json(gradescope, gradescope_results(result))
-        if json is not None:
-            write_json(json, result)
-
-    result = grade_submission(submission, homework, seed, write, page)
-    for entry in result["exercises"]:
-        print(f"{exercise_text(entry)}\n")
-    print(result["note"], end="\n" * bool(result["note"]))
-    print(f"{result['points']:g} of {result['out_of']:g} points")
-    return result
-
-
 def handed_in_at(path: Path) -> Path:
     """Return the file or folder that was named, with links followed.
 
@@ -192,14 +179,14 @@ def handed_in_at(path: Path) -> Path:
 def read_seed(path: Path) -> str:
     """Return the secret seed in a file. Raises ValueError for one that every user can read."""
     try:
-        if readable_by_all(path):
-            raise ValueError(
-                f"every user of this machine can read {path}, and so could the code that is "
-                f"graded. Run `chmod 600 {path}`"
-            )
-        seed = path.read_text(encoding="utf-8").strip()
+        opened, seed = readable_by_all(path), path.read_text(encoding="utf-8").strip()
     except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no file with a seed that can be read: {error}") from None
+    if opened:
+        raise ValueError(
+            f"every user of this machine can read {path}, and so could the code that is graded. "
+            f"Run `chmod 600 {path}`"
+        )
     if not seed:
         raise ValueError(f"{path} is empty; expected the secret seed, any text")
     return seed

@@ -111,9 +111,9 @@ def _ending(error: BaseException | None) -> GradedRunFailed:
     """Return the error with texts for a learner, which errors of the record don't have."""
     if isinstance(error, GradedRunFailed):
         return error
-    kinds = {DeadlockError: _Deadlock, MisuseError: _Misuse}
-    found = next((own for kind, own in kinds.items() if isinstance(error, kind)), GradedRunFailed)
-    return found(str(error))
+    if isinstance(error, DeadlockError):
+        return _Deadlock(str(error))
+    return (_Misuse if isinstance(error, MisuseError) else GradedRunFailed)(str(error))
 
 
 def in_short(trial: Trial) -> str:

@@ -237,9 +237,8 @@ def predictions_table(exercise: Exercise, predictions: Sequence[Prediction]) -> 
 def hints_card(exercise: Exercise, rung: int) -> Card:
     """Return the first `rung` of an exercise's hints."""
     total = len(exercise.hints)
-    hints = [
-        f"Hint {i} of {total}: {text}" for i, text in enumerate(exercise.hints[:rung], start=1)
-    ]
+    given = enumerate(exercise.hints[:rung], start=1)
+    hints = [f"Hint {i} of {total}: {text}" for i, text in given]
     said = [paragraph(line) for line in hints or [f"{exercise.function} has no hints."]]
     return Card(f"{exercise.function}: hints", said)
 
@@ -282,11 +281,8 @@ def _line(left: str, right: str) -> str:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     space = " " * indent
-    return [
-        line
-        for part in text.splitlines()
-        for line in textwrap.wrap(part, WIDTH - 12, initial_indent=space, subsequent_indent=space)
-    ]
+    wrapper = textwrap.TextWrapper(WIDTH - 12, initial_indent=space, subsequent_indent=space)
+    return [line for part in text.splitlines() for line in wrapper.wrap(part)]
 
 
 def _unseen(text: str) -> str:

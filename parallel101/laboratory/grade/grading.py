@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 
 from parallel101.laboratory.grade.endings import (
     GradedRunFailed,
-    LearnerError,
     NotStarted,
     TimeOver,
     explain_error,
@@ -151,15 +150,8 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
         return [not_run(case, ranks.submission.endless) for case in cases[:1]]
     for case in cases:
         if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
-            trials.append(
-                not_run(
-                    case,
-                    NotStarted(
-                        "the time for all cases of this exercise was over before this one ran"
-                    ),
-                )
-            )
-            break
+            late = "the time for all cases of this exercise was over before this one ran"
+            return [*trials, not_run(case, NotStarted(late))]
         trials.append(ranks.run(case))
         if isinstance(ended := trials[-1].error, TimeOver) and ended.loading:
             ranks.submission.endless = ended
@@ -178,40 +170,33 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
     early = [trial for trial in trials if trial.error is not None]
     # a picture of one rank shows little
     ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)
-    not_written = (
-        ended is not None and isinstance(ended.error, LearnerError) and ended.error.not_written
-    )
+    not_written = getattr(ended and ended.error, "not_written", False)
     findings, shown = [], ended
     value_is_right = False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
         out_of = exercise.points * share(exercise, check)
         message, trial = everywhere(check, trials, in_short)
-        if check.kind == "value" and not message:
-            message, trial = first_wrong(trials, partial(too_few_bytes, exercise))
-            if not message:
-                message, trial = first_wrong(trials, never_waited)
         counts = check.kind == "value" or value_is_right
-        if not message and not counts:
-            message = "counts only with the right value"
-        value_is_right = value_is_right or (check.kind == "value" and not message)
+        if check.kind == "value":
+            for told in (partial(too_few_bytes, exercise), never_waited):
+                if not message:
+                    message, trial = first_wrong(trials, told)
+            value_is_right = value_is_right or not message
+        elif not counts:
+            message = message or "counts only with the right value"
         shown = shown or trial
         points = out_of * (part_of(check, trials) if message and counts else not message)
         note = message or tolerated(check, trials)
         findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
-    wrong = not all(finding.passed for finding in findings)
     # one rank alone tells little: most mistakes look the same there
     alone = bool(early) and all(trial.world_size == 1 for trial in trials)
-    misconception = (
-        next((m for m in exercise.misconceptions if _seen(m, trials)), None)
-        if wrong and not not_written and not alone
-        else None
-    )
-    problem = explain_error(exercise, ended) if ended is not None else ""
+    wrong = not all(finding.passed for finding in findings) and not not_written and not alone
+    named = (m for m in exercise.misconceptions if wrong and _seen(m, trials))
     return ExerciseVerdict(
         exercise,
         findings,
-        misconception,
-        problem,
+        next(named, None),
+        explain_error(exercise, ended) if ended is not None else "",
         not_written,
         list(trials),
         shown or (trials[-1] if trials else None),

@@ -112,11 +112,8 @@ class Progress:
         self.of: dict[str, dict[str, Any]] = {}
         with suppress(OSError, ValueError):  # none yet, or not readable: begin again
             read = json.loads(self.path.read_text(encoding="utf-8"))
-            self.of = (
-                {name: entry for name, entry in read.items() if isinstance(entry, dict)}
-                if isinstance(read, dict)
-                else {}
-            )
+            entries = read.items() if isinstance(read, dict) else ()
+            self.of = {name: entry for name, entry in entries if isinstance(entry, dict)}
 
     def get(self, function: str, name: str, default: Any) -> Any:
         """Return one entry, or `default` if there is none of that kind."""
@@ -130,10 +127,9 @@ class Progress:
         """
         self.of.setdefault(function, {}).update(entries)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        text = json.dumps(self.of, indent=1, ensure_ascii=False) + "\n"
         with suppress(OSError):
-            partial.write_text(
-                json.dumps(self.of, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            partial.write_text(text, encoding="utf-8")
             partial.replace(self.path)
 
     def picture_path(self, function: str) -> Path:

@@ -108,13 +108,10 @@ def predicted(
     """
     exercise = ranks.exercise
     said = progress.get(exercise.function, "predictions", {}) if progress else {}
-    asked = {
-        question.name: question.case() for question in exercise.questions if question.name in said
-    }
+    asked = {q.name: q.case() for q in exercise.questions if q.name in said}
     cases = [*asked.values(), *([watched] if watched is not None else [])]  # these are only shown
-    ran = {
-        id(trial.case): trial for trial in run_cases(ranks, cases, time.monotonic() + SHOWN_SECONDS)
-    }
+    trials = run_cases(ranks, cases, time.monotonic() + SHOWN_SECONDS)
+    ran = {id(trial.case): trial for trial in trials}
     found = []
     for question in exercise.questions:
         trial = ran.get(id(asked.get(question.name)))

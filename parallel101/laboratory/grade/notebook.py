@@ -126,10 +126,8 @@ def _note(function: Callable[..., Any], path: Path) -> str:
 
 def _body(code: types.CodeType) -> tuple:
     """Return what a function does, without the numbers of its lines."""
-    constants = tuple(
-        _body(const) if isinstance(const, types.CodeType) else repr(const)
-        for const in code.co_consts
-    )
+    consts = code.co_consts
+    constants = tuple(_body(c) if isinstance(c, types.CodeType) else repr(c) for c in consts)
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 

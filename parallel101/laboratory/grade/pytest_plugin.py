@@ -36,11 +36,8 @@ class ExerciseItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the verdict alone; for any other error, its traceback."""
-        return (
-            str(excinfo.value)
-            if isinstance(excinfo.value, VerdictFailed)
-            else super().repr_failure(excinfo, style)
-        )
+        failed = isinstance(excinfo.value, VerdictFailed)
+        return str(excinfo.value) if failed else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.name
@@ -57,14 +54,10 @@ def pytest_pycollect_makeitem(
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table."""
-    reports = [
-        report
-        for outcome in ("passed", "failed", "skipped")
-        for report in terminalreporter.stats.get(outcome, [])
-    ]
     rows = [
         value
-        for report in reports
+        for outcome in ("passed", "failed", "skipped")
+        for report in terminalreporter.stats.get(outcome, [])
         for name, value in report.user_properties
         if name == "parallel101"
     ]

@@ -116,17 +116,9 @@ def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool
     if isinstance(node, ast.ClassDef):
         methods = ast.FunctionDef | ast.AsyncFunctionDef
         return all(isinstance(method, methods) and is_stub(method) for method in body)
-    return (
-        not node.decorator_list
-        and all(ast.unparse(line) == "super().__init__()" for line in body[:-1])
-        and all(_says_not_written(line) for line in body[-1:])
-    )
-
-
-def _says_not_written(node: ast.stmt) -> bool:
-    raised = node.exc if isinstance(node, ast.Raise) else None
-    raised = raised.func if isinstance(raised, ast.Call) else raised
-    return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
+    lines = [ast.unparse(line) for line in body]
+    raised = all(re.match(r"raise NotImplementedError(\(|$)", line) for line in lines[-1:])
+    return raised and {*lines[:-1]} <= {"super().__init__()"} and not node.decorator_list
 
 
 def _is_plain(node: ast.stmt, functions: set[str]) -> bool:

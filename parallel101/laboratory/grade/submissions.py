@@ -55,12 +55,10 @@ def grade_submission(
         submission = read(path, homework)
         result["note"] = submission.note
     except Exception as error:
-        exercises = ()
-        complete = isinstance(error, NoSubmission)
+        exercises, complete = (), isinstance(error, NoSubmission)
+        said = {"problem": str(error), "reason": getattr(error, "reason", "")}
         for entry in result["exercises"]:
-            entry["problem"] = str(error) if complete else _grader_failed(error)
-            if isinstance(error, NoSubmission):
-                entry["reason"] = error.reason
+            entry |= said if complete else {"problem": _grader_failed(error)}
     for place, exercise in enumerate(exercises):
         try:
             report = report_on(exercise, submission, seed, drawn=page is not None)
