@@ -25,9 +25,10 @@ from parallel101.laboratory.viz.plots import sweep
 from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.browser.browser import Browser
 from tests.browser.seen import (
+    check_on_paper,
+    check_readable,
     cut_off,
     out_of_reach,
-    scrolls_without_a_cue,
     too_pale,
     too_small,
     unfold,
@@ -178,36 +179,27 @@ def test_the_contents_stay_in_sight(browser, lesson, width):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_is_cut_off_or_pale_and_everything_has_a_name(browser, page, scheme, keep):
     view(browser, page, 1280, scheme=scheme)
-    assert scheme == "dark" or out_of_reach(browser) == []  # for the tab key
-    unfold(browser)
+    assert scheme == "dark" or out_of_reach(browser) == []  # for the tab key, folded and unfolded
+    check_readable(browser)
     keep(browser, f"{name_of(page)}-{scheme}")
     assert scheme == "dark" or out_of_reach(browser) == []
-    assert cut_off(browser) == []
-    assert too_pale(browser) == []
-    assert without_a_name(browser) == []
 
 
 def test_on_a_phone_the_page_is_as_wide_as_the_screen_and_pictures_are_readable(
     browser, page, keep
 ):
     view(browser, page, 375, 812)
-    unfold(browser)
+    check_readable(browser)
     keep(browser, f"{name_of(page)}-narrow")
-    assert browser.js("document.documentElement.scrollWidth") <= 375
-    assert cut_off(browser) == []
-    assert scrolls_without_a_cue(browser) == []
     assert too_small(browser, 7.5) == []
 
 
 def test_on_paper_everything_is_open_and_still_and_nothing_is_cut_off(browser, page, keep):
-    view(browser, page, 717, scheme="dark")  # A4 without Chromium's margins
-    browser.emulate("print", prefers_color_scheme="dark")
-    browser.js("dispatchEvent(new Event('beforeprint'))")
+    view(browser, page, 717, scheme="dark")
+    check_on_paper(browser)
     keep(browser, f"{name_of(page)}-print", whole=True)
     folded = "[...document.querySelectorAll('details.answer, details.code')]"
     assert browser.js(f"{folded}.every(part => part.open)")
-    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert cut_off(browser, scrolls=False) == []
     hosts = "[...document.querySelectorAll('figure > div')]"
     hidden = "getComputedStyle(host.shadowRoot.querySelector('.bar')).display == 'none'"
     assert browser.js(f"{hosts}.every(host => {hidden})"), "no controls on paper"

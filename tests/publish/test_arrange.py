@@ -201,22 +201,14 @@ def test_a_course_of_ones_own_has_only_its_lessons_and_their_homework(course):
     links = [a["href"] for a in index.main.find_all("a")]
     assert links == ["00_a.html", "hw1_moving.html", "09_teachers_own.html", "hw1_moving.html"]
     assert [a["href"] for a in index.select("nav a")] == ["#lessons", "#homework"]
-    assert (
-        read(course / "site" / "00_a.html").find("a", rel="next")["href"] == "09_teachers_own.html"
-    )
-    assert (
-        read(course / "site" / "00_a.html").select_one("blockquote a")["href"] == "hw1_moving.html"
-    )
+    first = read(course / "site" / "00_a.html")
+    assert first.find("a", rel="next")["href"] == "09_teachers_own.html"
+    assert first.select_one("blockquote a")["href"] == "hw1_moving.html"
     assert "make homework" in read(course / "site" / "hw1_moving.html").get_text()
     publish(select_lessons(course / "lessons", ["01"]), course / "site", report=lambda _: None)
-    assert [
-        a["href"]
-        for a in read(course / "site" / "index.html").select(".lessons h2")[0].parents
-        if a.name == "a"
-    ] == ["00_a.html"]
-    assert len(read(course / "site" / "index.html").select(".lessons li")) == 3, (
-        "without --only, the index has all pages"
-    )
+    index = read(course / "site" / "index.html")
+    assert index.select_one(".lessons h2").find_parent("a")["href"] == "00_a.html"
+    assert len(index.select(".lessons li")) == 3, "without --only, the index has all pages"
 
 
 def test_the_index_shows_a_picture_of_each_lesson():

@@ -47,6 +47,14 @@ def notebook(folder: Path, name: str, *cells: str, tags: tuple[str, ...] = ()) -
     return folder / f"{name}.ipynb"
 
 
+def soup(page: Path) -> BeautifulSoup:
+    return BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")
+
+
+def body_of(cell: v4.NotebookNode, folder: Path) -> BeautifulSoup:
+    return BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), folder), "html.parser")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Two lessons that run and one that does not, published once."""
@@ -81,14 +89,9 @@ def site(tmp_path_factory):
 
 def test_a_lesson_runs_in_this_python_and_in_its_own_folder(site):
     out, _, _, folder = site
-    text = BeautifulSoup((out / "00_first.html").read_text(), "html.parser").get_text()
+    text = soup(out / "00_first.html").get_text()
     assert f"{sys.executable} {folder}" in text
-    assert (
-        BeautifulSoup((out / "00_first.html").read_text(), "html.parser")
-        .find(id="answer")
-        .get_text()
-        == "42"
-    )
+    assert soup(out / "00_first.html").find(id="answer").get_text() == "42"
 
 
 def test_pages_load_nothing_and_forbid_the_browser_to(site):
@@ -103,23 +106,18 @@ def test_pages_load_nothing_and_forbid_the_browser_to(site):
 
 def test_formulas_images_and_links_are_in_the_page(site):
     out, _, _, _ = site
-    first = BeautifulSoup((out / "00_first.html").read_text(), "html.parser")
+    first = soup(out / "00_first.html")
     assert first.find("math") is not None
     assert first.find("img", alt="a pixel")["src"].startswith("data:image/png;base64,")
     assert first.find("a", href="https://example.org") is not None
     assert "make lab" in first.find(class_="needs-kernel").get_text()
-    assert (
-        BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find(
-            "math", display="block"
-        )
-        is not None
-    )
+    assert soup(out / "01_second.html").find("math", display="block") is not None
 
 
 def test_a_link_to_another_lesson_leads_to_its_page(tmp_path):
     text = "[one](05_sharding.ipynb), [two](07_pipeline.ipynb#Tied), [code](../step.py)"
     cell = v4.new_markdown_cell(f"{text}, [web](https://example.org/x.ipynb)")
-    body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), tmp_path), "html.parser")
+    body = body_of(cell, tmp_path)
     assert [link["href"] for link in body.find_all("a")] == [
         "05_sharding.html",
         "07_pipeline.html#Tied",
@@ -137,7 +135,7 @@ def test_an_explorer_becomes_its_last_picture_and_a_note_that_it_needs_a_kernel(
     cell = v4.new_code_cell(
         "explorer", outputs=[v4.new_output("execute_result", shown, execution_count=1)]
     )
-    body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), tmp_path), "html.parser")
+    body = body_of(cell, tmp_path)
     assert body.find("b").get_text() == "picture"
     assert "make lab" in body.find(class_="needs-kernel").get_text()
 
@@ -146,29 +144,19 @@ def test_a_folded_answer_of_several_blocks_stays_folded(tmp_path):
     answer = (
         "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nAfter."
     )
-    body = BeautifulSoup(
-        lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(answer)]), tmp_path), "html.parser"
-    )
+    body = body_of(v4.new_markdown_cell(answer), tmp_path)
     assert body.details.find("em").get_text() == "Really." and body.details.find("math") is not None
     assert "After" not in body.details.get_text()
 
 
 def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site):
     out, _, said, _ = site
-    index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
+    index = soup(out / "index.html")
     assert [a["href"] for a in index.select(".lessons a")] == ["00_first.html", "01_second.html"]
     assert index.select_one(".lessons h2").get_text() == "00 Ranks & messages"
     assert index.select_one(".lessons p").get_text().startswith("One process of many")
-    assert (
-        BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find("a", rel="next")[
-            "href"
-        ]
-        == "01_second.html"
-    )
-    assert (
-        BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("a", rel="next")
-        is None
-    )
+    assert soup(out / "00_first.html").find("a", rel="next")["href"] == "01_second.html"
+    assert soup(out / "01_second.html").find("a", rel="next") is None
     assert [line.split()[0:3] for line in said] == [
         ["✓", "00_first", "ran"],
         ["✓", "01_second", "ran"],
@@ -183,7 +171,7 @@ def test_a_lesson_that_runs_alone_is_linked_to_those_that_ran_before(tmp_path, m
     paths = [notebook(tmp_path, name, f"md:# {name}", "1") for name in ("00_a", "01_b")]
     for path in paths:
         publish([path], tmp_path / "site", report=lambda _: None)
-    index = BeautifulSoup((tmp_path / "site" / "index.html").read_text(), "html.parser")
+    index = soup(tmp_path / "site" / "index.html")
     assert [a["href"] for a in index.select(".lessons a")] == ["00_a.html", "01_b.html"]
     assert 'rel="prev" href="00_a.html"' in (tmp_path / "site" / "01_b.html").read_text()
 
@@ -226,21 +214,11 @@ def test_a_run_that_is_stopped_keeps_the_finished_pages_and_leaves_no_kernel(tmp
     )
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "01_stopped.html").write_text("a page of an earlier run")
-    command = [
-        sys.executable,
-        "-m",
-        "parallel101.cli",
-        "lessons",
-        "--lessons",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "site"),
-    ]
+    options = ["--lessons", str(tmp_path), "--out", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "parallel101.cli", "lessons", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.splitlines()[-1:]) == (
-        130,
-        ["parallel101 lessons: stopped"],
-    ), done.stderr
+    last = done.stderr.splitlines()[-1:]
+    assert (done.returncode, last) == (130, ["parallel101 lessons: stopped"]), done.stderr
     assert "Traceback" not in done.stderr
     assert 'rel="next" href="01_stopped.html"' in (tmp_path / "site" / "00_first.html").read_text()
     assert (tmp_path / "site" / "01_stopped.html").read_text() == "a page of an earlier run"

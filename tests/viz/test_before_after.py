@@ -32,54 +32,32 @@ def names(run, which):
     ]
 
 
+BLOCKS = ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"]
+ALL, ROW = ["a0", "b1", "c2"], "a0 b1 c2"
 CASES = {
     "all-to-all": (
-        p101.all_to_all,
-        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
-        ["a0 a1 a2", "b0 b1 b2", "c0 c1 c2"],
-        "is transposed.",
+        *(p101.all_to_all, BLOCKS, ["a0 a1 a2", "b0 b1 b2", "c0 c1 c2"], "is transposed."),
     ),
-    "all-gather": (
-        p101.all_gather,
-        ["a0", "b1", "c2"],
-        ["a0 b1 c2"] * 3,
-        "has become a row, and every rank has it.",
-    ),
-    "gather": (
-        p101.gather,
-        ["a0", "b1", "c2"],
-        ["a0 b1 c2", "", ""],
-        "has become the row of rank 0.",
-    ),
+    "all-gather": (*(p101.all_gather, ALL, [ROW] * 3, "has become a row, and every rank has it."),),
+    "gather": (p101.gather, ALL, [ROW, "", ""], "has become the row of rank 0."),
     "scatter": (
-        p101.scatter,
-        ["a0 b0 c0", "–", "–"],
-        ["a0", "b0", "c0"],
+        *(p101.scatter, ["a0 b0 c0", "–", "–"], ["a0", "b0", "c0"]),
         "The row of rank 0 has become a column.",
     ),
     "reduce-scatter": (
-        p101.reduce_scatter,
-        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
-        ["a012", "b012", "c012"],
+        *(p101.reduce_scatter, BLOCKS, ["a012", "b012", "c012"]),
         "its sum becomes the row of one rank.",
     ),
     "all-reduce": (
-        p.ring_all_reduce,
-        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
-        ["a012 b012 c012"] * 3,
-        "every rank has the sums.",
+        *(p.ring_all_reduce, BLOCKS, ["a012 b012 c012"] * 3, "every rank has the sums."),
     ),
     "a part summed twice": (
         lambda x: p.broken_ring_all_reduce(x, twice=(1, 0)),
-        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
-        ["a0012 b012 c012"] * 3,
-        "rank 0",
+        *(BLOCKS, ["a0012 b012 c012"] * 3, "rank 0"),
     ),
     "a part lost": (
         lambda x: p.broken_ring_all_reduce(x, lost=(1, 1)),
-        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
-        ["a012 b012 c02"] * 3,
-        "chunk c lacks rank 1's data.",
+        *(BLOCKS, ["a012 b012 c02"] * 3, "chunk c lacks rank 1's data."),
     ),
 }
 
@@ -107,11 +85,7 @@ def returns_nothing(x):
 
 
 ENDINGS = {
-    "a mean": (
-        lambda x: p101.all_reduce(x) / 4,
-        "with the mean of the data of all 4 ranks in it.",
-        "",
-    ),
+    "a mean": (lambda x: p101.all_reduce(x) / 4, "mean of the data of all 4 ranks in it.", ""),
     "nothing is returned": (returns_nothing, "The function returned nothing.", ">nothing<"),
     "unreadable on some ranks": (
         lambda x: p101.all_reduce(x) + dist.get_rank(),

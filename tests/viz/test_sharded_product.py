@@ -68,60 +68,47 @@ def test_two_axes_on_gloo():
     assert bytes_by_step(run.run.trace)[0] == max(run.plan.sent_in(run.plan.steps[0])) > 0
 
 
-WRONG = {
+GATHERED = "A[I_X, J] · B[J, K] → C[I, K]"
+WRONG = {  # the product, what a rank does with its blocks, the verdict, and what is drawn last
     "forgotten sum": (
-        BOTH_CUT,
-        lambda a, b: a @ b,
+        *(BOTH_CUT, lambda a, b: a @ b),
         "The ranks hold C[I, K] {U_X}: the sum over X is missing.",
+        [("a", (1, 0)), ("a", (0, 1))],
     ),
     "wrong dim of a reduce-scatter": (
-        BOTH_CUT.replace("C[I, K]", "C[I_X, K]"),
-        lambda a, b: p101.reduce_scatter(a @ b, 1),
-        "The ranks hold C[I, K_X].",
+        *(BOTH_CUT.replace("C[I, K]", "C[I_X, K]"), lambda a, b: p101.reduce_scatter(a @ b, 1)),
+        *("The ranks hold C[I, K_X].", [("ac", (1, 1)), ("bd", (1, 1))]),
     ),
     "forgotten gather": (
-        "A[I_X, J] · B[J, K] → C[I, K]",
-        lambda a, b: a @ b,
-        "The ranks hold C[I_X, K].",
+        *(GATHERED, lambda a, b: a @ b),
+        *("The ranks hold C[I_X, K].", [("a", (1,)), ("b", (1,))]),
     ),
     "wrong dim of a gather": (
-        "A[I_X, J] · B[J, K] → C[I, K]",
-        lambda a, b: p101.all_gather(a @ b, 1),
-        "Rank 0 returned shape (4, 16): expected (8, 8).",
+        *(GATHERED, lambda a, b: p101.all_gather(a @ b, 1)),
+        *("Rank 0 returned shape (4, 16): expected (8, 8).", [("?", (1,))] * 2),
     ),
     "added twice": (
-        BOTH_CUT,
-        lambda a, b: p101.all_reduce(a @ b) + a @ b,
+        *(BOTH_CUT, lambda a, b: p101.all_reduce(a @ b) + a @ b),
         "Rank 0 has the right shape, (8, 8), with other values",
+        [("a", (2, 1)), ("a", (1, 2))],
     ),
     "no tensor": (
-        BOTH_CUT,
-        lambda a, b: 3,
-        "Rank 0 returned a int: expected a tensor of shape (8, 8).",
+        *(BOTH_CUT, lambda a, b: 3),
+        *("Rank 0 returned a int: expected a tensor of shape (8, 8).", [("", ())] * 2),
     ),
     "unknown values": (
-        BOTH_CUT,
-        lambda a, b: torch.zeros(8, 8) + 7,
-        "with other values than C has there.",
+        *(BOTH_CUT, lambda a, b: torch.zeros(8, 8) + 7),
+        *("with other values than C has there.", [("?", (1,))] * 2),
     ),
-}
-LAST = {
-    "forgotten sum": [("a", (1, 0)), ("a", (0, 1))],
-    "wrong dim of a reduce-scatter": [("ac", (1, 1)), ("bd", (1, 1))],
-    "forgotten gather": [("a", (1,)), ("b", (1,))],
-    "wrong dim of a gather": [("?", (1,))] * 2,
-    "added twice": [("a", (2, 1)), ("a", (1, 2))],
-    "no tensor": [("", ())] * 2,
-    "unknown values": [("?", (1,))] * 2,
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_mistakes_are_visible(mistake):
-    text, program, verdict = WRONG[mistake]
+    text, program, verdict, last = WRONG[mistake]
     run = p101.sharding.run(text, A, B, mesh={"X": 2}, program=program)
     assert run.wrong == [0, 1] and verdict in run.verdict
-    assert held(run)[-1] == LAST[mistake]
+    assert held(run)[-1] == last
     svg = run.picture().svg()
     assert len(re.findall('class="bad"', svg)) == 2
     assert 'class="w"' in svg and "your program" in texts(run.picture())

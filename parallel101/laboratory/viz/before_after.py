@@ -106,7 +106,14 @@ def before_after_scene(
     draw_caption(sentences, scene.intro, (0.0, LEAD))
     ends = [LEAD + (k + 1) * step for k in range(len(moving) - 1)] + [scene.duration]
     for (origin, flights), begin, end in zip(moving.items(), [LEAD, *ends], ends):
-        words, last = _row_text(replay, origin, flights, given, returned), end == scene.duration
+        last, rows = end == scene.duration, sorted({replay.ranks[row] for _, (row, _) in flights})
+        words = f"What rank {origin} was given goes to {ranks_text(rows, replay.ranks)}."
+        if rows == [origin]:
+            words = f"Rank {origin} keeps its data."
+        if is_transposed(given, returned):
+            place = replay.ranks.index(origin)
+            words = f"Row {place} becomes column {place}: "
+            words += f"rank {origin} has one block for each rank."
         landed = begin + 0.75 * step
         draw_caption(sentences, words, (begin, landed + 0.5 if last else end))
         stop = Stop(begin, end, f"{words} {text}") if last else Stop(begin, end - 0.03, words)
@@ -157,22 +164,6 @@ def _flights(
                 if block.counts and block.counts[origin] and (block.chunk, origin) in places:
                     found[origin].append(Flight(block, (row, column)))
     return found
-
-
-def _row_text(
-    replay: Replay,
-    origin: int,
-    flights: Sequence[Flight],
-    given: list[list[ChunkPart]],
-    returned: list[list[ChunkPart]],
-) -> str:
-    to = sorted({replay.ranks[flight.to[0]] for flight in flights})
-    if is_transposed(given, returned):
-        place = replay.ranks.index(origin)
-        return f"Row {place} becomes column {place}: rank {origin} has one block for each rank."
-    if to == [origin]:
-        return f"Rank {origin} keeps its data."
-    return f"What rank {origin} was given goes to {ranks_text(to, replay.ranks)}."
 
 
 def _frame(panel: Node, grid: Grid, replay: Replay, name: str, rows: list[list[ChunkPart]]) -> None:

@@ -12,7 +12,7 @@ where nothing has run; a run from its record. What the times mean is computed in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from parallel101.laboratory.analysis.overlap import union
 from parallel101.laboratory.analysis.pipeline_times import (
@@ -198,21 +198,19 @@ def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: i
         middle = f"{y + tall / 2:.1f}H"
         before, after = f"M{LEFT} {middle}{x(first):.1f}", f"M{x(last):.1f} {middle}"
         scene.path(f"{before}{after}{x(times.makespan):.1f}", "off")
-        _labels(rows, rank, stages_text(stages) if named else "", y, tall)
+        if named and tall >= 20:
+            rows.rank(rank, y + tall / 2 - 1, 12)
+            scene.write(stages_text(stages), LEFT - 10, y + tall / 2 + 10, 10, "m e")
+        else:
+            rows.rank(rank, y + tall / 2 + 4, min(12.5, tall))
         rows.draw(_bars(times, rank, tall), y)
         _held(rows, times, rank, most, y, tall)
-    if lines := _lines(times):
-        scene.path("".join(_line(m, place, tall, x) for m in lines), "sent").add(
-            "title", "messages between stages"
-        )
-
-
-def _labels(rows: TimeRows, rank: int, stages: str, y: float, tall: float) -> None:
-    if not stages or tall < 20:
-        rows.rank(rank, y + tall / 2 + 4, min(12.5, tall))
-    else:
-        rows.rank(rank, y + tall / 2 - 1, 12)
-        rows.scene.write(stages, LEFT - 10, y + tall / 2 + 10, 10, "m e")
+    lines = ""
+    for src, dst, start, end in _lines(times):  # from rim to rim
+        low = (tall - 3, 3) if place[dst] > place[src] else (3, tall - 3)
+        lines += f"M{x(start):.1f} {place[src] + low[0]:.1f}L{x(end):.1f} {place[dst] + low[1]:.1f}"
+    if lines:
+        scene.path(lines, "sent").add("title", "messages between stages")
 
 
 def stages_text(stages: Sequence[int]) -> str:
@@ -318,17 +316,3 @@ def computing(times: PipelineTimes, time: float) -> str:
 def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:
     """Return the messages to draw: all of them, or none if they are too many to follow."""
     return times.messages if len(times.messages) <= MOST_MESSAGES else []
-
-
-def _line(
-    message: tuple[int, int, float, float],
-    place: Mapping[int, float],
-    tall: float,
-    x: Callable[[float], float],
-) -> str:
-    src, dst, start, end = message
-    down = place[dst] > place[src]
-    return (
-        f"M{x(start):.1f} {place[src] + (tall - 3 if down else 3):.1f}L{x(end):.1f} "
-        f"{place[dst] + (3 if down else tall - 3):.1f}"
-    )

@@ -94,16 +94,55 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     wide, look = scene.panel(narrow="none"), "w" if run.wrong else "m"
     subscripts(wide, run.verdict, 28, 64, 13.5, class_=look)
     sent = bytes_by_step(run.run.trace) if run.run.trace is not None else {}
-    dashed = False
+    dashed, longest = False, max(plan.sizes.values())
     for k, column in enumerate(columns):
         x = LEFT + k * across
         panel = scene.panel(narrow=f"translate({LEFT + k * (480 - LEFT) / len(columns) - x:.1f},0)")
         if column.state and (k == 0 or column.state != columns[k - 1].state):
             panel.add("line", x1=x - 6, x2=x - 6, y1=84, y2=TOP + ranks * row - 8, class_="sep")
-        heading(panel, column, x, sent.get(column.state - 1) if not run.program else None)
-        for rank in range(ranks):
-            wrong, y = rank in run.wrong and k == len(columns) - 1, TOP + rank * row
-            dashed |= draw_matrix(panel, run, column, drawn[k][rank], x, y, large, rank, wrong)
+        subscripts(panel, column.title or "at first", x, 96, 13, "b" if column.title else "m")
+        subscripts(panel, str(column.array), x, 116, 13)
+        nbytes = sent.get(column.state - 1) if not run.program else None
+        if nbytes is not None:
+            told = f"{human_bytes(nbytes)} a rank" if nbytes else "no message"
+            panel.write(told, x, 134, 12, "m")
+        extents = [plan.sizes[dim] for dim in column.array.dims]
+        # of the whole matrix: rows, and columns
+        whole = (extents[0], extents[1]) if len(extents) == 2 else (1, extents[0])
+        for rank, at in enumerate(plan.coordinates()):
+            parts, y = drawn[k][rank], TOP + rank * row
+            length, depth = (side(n, longest, large, SHORT) for n in whole[::-1])
+            matrix = x, y, length, depth
+            block = run.held[rank][column.state].get(column.array.name)
+            shape = tuple(getattr(block, "shape", ()))
+            title = f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}"
+            panel.rect(*matrix, "outline", title=title)
+            due = [(of.start, of.stop) for of in column.array.block(plan.sizes, plan.mesh, at)]
+            held = due = [(0, 1)] * (len(due) == 1) + due
+            if parts:
+                both = [p.rows for p in parts], [p.columns for p in parts]
+                held = [(min(a for a, _ in of), max(b for _, b in of)) for of in both]
+            place, sizes = matrix, whole
+            if held[0][1] > whole[0] or held[1][1] > whole[1]:  # larger: with its own sides
+                sizes = held[0][1], held[1][1]
+                most = max(longest, *sizes)
+                length, depth = (side(n, most, large, SHORT) for n in sizes[::-1])
+                place = x, y, length, depth
+            wrong = rank in run.wrong and k == len(columns) - 1
+            if wrong and held != due:
+                panel.rect(*part_of(matrix, whole, due), "due")
+                dashed = True
+            for part in parts:
+                draw_part(panel, part, part_of(place, sizes, [part.rows, part.columns]))
+            if wrong:
+                left, top, width, height = part_of(place, sizes, held)
+                panel.rect(left - 3, top - 3, width + 6, height + 6, "bad", rx=3)
+            terms_held = parts[0].counts if parts else (1,)
+            if min(terms_held) < 1 and all(part.counts == terms_held for part in parts):
+                terms = f"{sum(count > 0 for count in terms_held)} of {len(terms_held)}"
+                for line, word in enumerate((terms, "terms")):
+                    right_of = x + place[2] + 8
+                    panel.write(word, right_of, y + 11 + 14 * line, 11, "w" if wrong else "m")
     for rank, at in enumerate(plan.coordinates()):
         y = TOP + rank * row + large / 2
         head.write(f"rank {rank}", 28, y, 13, "b")
@@ -118,64 +157,6 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     if narrow:
         scene.narrow, scene.intro = (480, scene.height - 20), f"{run.verdict} {signs}"
     return scene
-
-
-def heading(scene: Node, column: BlockColumn, x: float, sent: int | None) -> None:
-    """Write the step above its column, then the array, then the bytes."""
-    subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
-    subscripts(scene, str(column.array), x, 116, 13)
-    if sent is not None:
-        scene.write(f"{human_bytes(sent)} a rank" if sent else "no message", x, 134, 12, "m")
-
-
-def draw_matrix(
-    scene: Node,
-    run: RecordedProduct,
-    column: BlockColumn,
-    parts: Sequence[HeldRectangle],
-    x: float,
-    y: float,
-    large: float,
-    rank: int,
-    wrong: bool,
-) -> bool:
-    """Draw the outline of the whole matrix, and in it what the rank holds.
-
-    Returns whether the block that it should hold is outlined too.
-    """
-    extents = [run.plan.sizes[dim] for dim in column.array.dims]
-    longest = max(run.plan.sizes.values())
-    rows, columns = extents if len(extents) == 2 else (1, extents[0])
-    block = run.held[rank][column.state].get(column.array.name)
-    shape = tuple(getattr(block, "shape", ()))
-    title = f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}"
-    width, height = (side(n, longest, large, SHORT) for n in (columns, rows))
-    matrix, sizes = (x, y, width, height), (rows, columns)
-    scene.rect(*matrix, "outline", title=title)
-    at = list(run.plan.coordinates())[rank]
-    block_due = column.array.block(run.plan.sizes, run.plan.mesh, at)
-    due = [(0, 1)] * (len(block_due) == 1) + [(part.start, part.stop) for part in block_due]
-    held, whole = due, matrix
-    if parts:
-        both = [p.rows for p in parts], [p.columns for p in parts]
-        held = [(min(a for a, _ in of), max(b for _, b in of)) for of in both]
-    if held[0][1] > rows or held[1][1] > columns:  # larger than the matrix: with its own sides
-        sizes = held[0][1], held[1][1]
-        width, height = (side(n, max(longest, *sizes), large, SHORT) for n in sizes[::-1])
-        whole = x, y, width, height
-    if wrong and held != due:
-        scene.rect(*part_of(matrix, (rows, columns), due), "due")
-    for part in parts:
-        draw_part(scene, part, part_of(whole, sizes, [part.rows, part.columns]))
-    if wrong:
-        left, top, across, down = part_of(whole, sizes, held)
-        scene.rect(left - 3, top - 3, across + 6, down + 6, "bad", rx=3)
-    counts = parts[0].counts if parts else (1,)
-    if min(counts) < 1 and all(part.counts == counts for part in parts):
-        terms = f"{sum(count > 0 for count in counts)} of {len(counts)}"
-        for line, words in enumerate((terms, "terms")):
-            scene.write(words, x + width + 8, y + 11 + 14 * line, 11, "w" if wrong else "m")
-    return wrong and held != due
 
 
 def draw_part(scene: Node, part: HeldRectangle, place: Box) -> None:

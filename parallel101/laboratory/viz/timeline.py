@@ -31,7 +31,7 @@ from parallel101.laboratory.viz.rows import (
     trace_facts,
     unfinished_text,
 )
-from parallel101.laboratory.viz.scene import Node, Scene, check_ranks
+from parallel101.laboratory.viz.scene import Scene, check_ranks
 
 TOP = 112.0
 MOST_RANKS, MOST_ARROWS, MOST_NUMBERS = 128, 160, 32
@@ -98,7 +98,15 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     for rank, events in of_rank.items():
         bars = rows.together(rows.bars(events, lanes, depth, tall, thin))
         rows.draw(bars, tops[rank], drawn)
-    _arrows(drawn, trace, rows.x, message_lane)
+    # each message from its start at the sender to its end at the receiver, if few enough to follow
+    x, messages = rows.x, trace.messages()
+    arrows = "".join(
+        f"M{x(m.start):.1f} {message_lane(m.src):.1f}L{x(m.end):.1f} {message_lane(m.dst):.1f}"
+        for m in messages
+        if m.src != m.dst
+    )
+    if arrows and len(messages) <= MOST_ARROWS:
+        drawn.path(arrows, "arrow")
     if path:
         _critical_path(scene, path, rows.x, message_lane)
     rows.axis(TOP + n * row + 4)
@@ -131,24 +139,6 @@ def _head(rows: TimeRows, trace: Trace, path: CriticalPath | None) -> None:
         scene.path("M28.0 85h14", "path")
         scene.write("critical path", 48.0, 89, 12.5, "m")
     scene.legend(entries, x=28.0 + (38 + 7 * len("critical path")) * bool(path))
-
-
-def _arrows(
-    scene: Node, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]
-) -> None:
-    """Draw a line for each message, from its start at the sender to its end at the receiver.
-
-    This needs few enough messages to follow.
-    """
-    messages = trace.messages()
-    if len(messages) <= MOST_ARROWS:
-        path = "".join(
-            f"M{x(m.start):.1f} {y(m.src):.1f}L{x(m.end):.1f} {y(m.dst):.1f}"
-            for m in messages
-            if m.src != m.dst
-        )
-        if path:
-            scene.path(path, "arrow")
 
 
 def last_rank(segment: Segment) -> int:
