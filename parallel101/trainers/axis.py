@@ -38,6 +38,8 @@ class Axis:
         cuts_logits: whether the loss is given a part of the logits, along the vocabulary.
         least: how many samples each rank needs, and why.
         forward: gives the context in which a forward runs; None: in no other than without the axis.
+        check_batch: raises ValueError for a share (inputs, targets) that this axis can't cut.
+        cut_batch: returns this rank's part of a share, and how much of each sample that is.
     """
 
     name = ""
@@ -45,6 +47,8 @@ class Axis:
     cuts_logits = False
     least: tuple[int, str] = (0, "")
     forward: Callable[[], AbstractContextManager] | None = None
+    check_batch: Callable[[Batch, Batch], None] | None = None
+    cut_batch: Callable[[Batch, Batch], tuple[Batch, Batch, float]] | None = None
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
         """Keep this rank's part of the model, in place."""
@@ -54,13 +58,6 @@ class Axis:
         in the same order on all of them.
         """
         return iter(())
-
-    def check_batch(self, inputs: Batch, targets: Batch) -> None:
-        """Raise ValueError for a share that this axis can't cut."""
-
-    def cut_batch(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:
-        """Return this rank's part of a share, and how much of each sample that is."""
-        return inputs, targets, 1.0
 
     def describe(self) -> Iterator[str]:
         """Yield what it does, in words."""

@@ -13,8 +13,7 @@ The other trainers are this one on a single axis: one_axis.py. The step itself i
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.axis import OneStage
 from parallel101.trainers.data_axis import DataAxis
 from parallel101.trainers.gradient_sync import nested
 from parallel101.trainers.layout import Axes, Layout, entries_of, state_names, tensors_of_state
@@ -31,19 +30,21 @@ from parallel101.trainers.options import Options, check_names, takes
 from parallel101.trainers.precision import choose_precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import modules_to_recompute, recompute_in_backward
-from parallel101.trainers.step import step
-from parallel101.trainers.support import checkpoint, fit, memory
+from parallel101.trainers.step import step as train_on_batch
+from parallel101.trainers.support import checkpoint, memory
+from parallel101.trainers.support import fit as training_loop
 from parallel101.trainers.support.arguments import (
     LossFn,
     OptimizerFn,
     check_loss_fn,
     check_model,
     loss_over,
+    need_numbers,
 )
 from parallel101.trainers.support.batches import Batch
-from parallel101.trainers.support.history import History, StepResult
+from parallel101.trainers.support.history import History
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
-from parallel101.trainers.sync_batch_norm import Norms
+from parallel101.trainers.sync_batch_norm import Norms, norms_of
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
 
@@ -169,8 +170,7 @@ class HybridTrainer:
         self.device = check_model(model)
         self.precision = choose_precision(given, self.device)
         recomputed = modules_to_recompute(given.recompute, model)
-        stages, self.context, *cutting = other_axes(model, loss_fn, axes, given)
-        norms = Norms(model, axes, given, stages.microbatches)
+        stages, *cutting = other_axes(model, loss_fn, axes, given)
 
         # what is known of the whole model, before it is cut
         self.model, self.clip_norm, self.position = model, given.clip_norm, axes.position
@@ -188,24 +188,28 @@ class HybridTrainer:
         # cut
         cutting.append(stages)
         self.data = data = DataAxis(self, given, cutting)
-        self.mesh_axes = [*cutting, data, self.context, norms]
-        for axis in self.mesh_axes:
+        mesh_axes = [*cutting, data]
+        for axis in mesh_axes:
             axis.cut(model, stages)
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
-        placed = {axis.name: axis.placements for axis in self.mesh_axes}
+        placed = {axis.name: axis.placements for axis in mesh_axes}
         self.layout = Layout(axes, entries_of(shapes, placed), self.device)
-        self.notes = [line for axis in self.mesh_axes for line in axis.describe()]
+        self.notes = [line for axis in mesh_axes for line in axis.describe()]
         self.local, self.sums = data.local, data.after
 
         # what runs
+        self.cut_batch = next((axis.cut_batch for axis in mesh_axes if axis.cut_batch), None)
+        self.checks = [axis.check_batch for axis in mesh_axes if axis.check_batch]
+        self.least = max(axis.least for axis in mesh_axes)
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         of_forward = [
-            *(axis.forward for axis in self.mesh_axes if axis.forward),
+            *(axis.forward for axis in mesh_axes if axis.forward),
             self.random_numbers.during_forward,
-            partial(self.precision.forward, self.device),
         ]
-        self.runner = stages.runner(data.syncs, axes, lambda: nested(of_forward))
+        if self.precision.autocast is not None:
+            of_forward.append(partial(self.precision.forward, self.device))
+        self.runner = stages.runner(data.syncs, axes, partial(nested, of_forward))
         self.gradient_sync = self.precision.updating(self, whole)
         self.owned = self.gradient_sync.owned
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
@@ -222,123 +226,16 @@ class HybridTrainer:
         others = self.layout.entries.keys() & self.local.keys() - set(self.trained)
         return {name: here[name] for name in here if name in others} | dict(self.owned)
 
-    def step(self, inputs: Batch, targets: Batch = None) -> float:
-        """Train on one batch, of which this rank gives its share, and return the loss of the whole,
-        the same float on every rank.
-
-        Args:
-            inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a
-                whole batch. Shares need not be equal, and some may be empty. The model is called
-                with a tensor, with the entries of a dict as keywords, or of a tuple as arguments.
-            targets: of these samples, for loss_fn. None if loss_fn is None.
-
-        Raises, on every rank and before a weight is changed: ValueError if the ranks' shares don't
-        belong together, NotEqualError before the first step (see `verify`), FloatingPointError if
-        a rank's loss is not finite. What the model raises on one rank ends the run.
-        """
-        return step(self, inputs, targets)
-
-    # ── what the whole model needs, on any layout ──
-
-    def share(self, batch: Batch) -> Batch:
-        """Return this rank's part of a whole batch, such as (inputs, targets): each tensor cut
-        along dim 0 as `split_sizes` does, on the model's device.
-
-        A batch of fewer samples than places along dp and ep leaves some ranks without any. Raises
-        TypeError or ValueError for what is not a tree of tensors with equally many samples (see
-        batches.py).
-        """
-        return fit.share(self, batch)
-
-    def fit(
-        self,
-        batches: Iterable[Batch] | Callable[[int], Batch],
-        *,
-        until: int | None = None,
-        save_to: str | os.PathLike | None = None,
-        save_every: int | None = None,
-        scheduler: Any = None,
-        on_step: Callable[[StepResult], object] | None = None,
-        progress: bool = True,
-    ) -> History:
-        """Train on batch after batch, with a progress bar, and return the history of this trainer,
-        which `plot`s.
-
-        Args:
-            batches: whole batches (inputs, targets), the same on every rank, which cuts out its
-                share: an iterable, or a function that gives the batch of a step by its number, so
-                that a resumed run continues with the batch that it would have had. With
-                loss_fn=None a batch is what the model is called with.
-            until: stop when the trainer has taken this many steps in all, those before `resume`
-                counted. A function of the step needs it.
-            save_to: a checkpoint to write, every `save_every` steps and at the end.
-            scheduler: of the learning rate, one of torch.optim.lr_scheduler's over
-                `trainer.optimizer`. It takes a step after each of the trainer's, and is saved with
-                the checkpoint; see `resume`.
-            on_step: called after every step, on every rank, with its `StepResult`: number, loss,
-                seconds, samples, tokens.
-            progress: show the bar (on the first rank only).
-        """
-        self.need_numbers("fit")
-        return fit.fit(self, batches, until, save_to, save_every, scheduler, on_step, progress)
-
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over the samples of whole batches (see `fit`), with the model in
-        eval mode: the same float on every rank.
-
-        A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights:
-        all sums over all weights.
-        """
-        self.need_numbers("evaluate")
-        return fit.evaluate(self, batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the whole model's state on every rank, for any `model.load_state_dict`.
-
-        Collective: call it on every rank.
-        """
-        self.need_numbers("state_dict")
-        return checkpoint.state_dict(self)
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients of the last step (clipped, if they were), by the names of the
-        model's parameters. Collective.
-        """
-        self.need_numbers("gradients")
-        return checkpoint.gradients(self)
-
-    def save(self, path: str | os.PathLike, *, scheduler: Any = None) -> None:
-        """Write all that is needed to continue: weights, optimizer state, steps, history, and the
-        learning-rate scheduler's state if it is given.
-
-        Collective; the first rank writes, atomically. Any trainer on any number of ranks can
-        `resume` it. Raises OSError on every rank if the file could not be written.
-        """
-        self.need_numbers("save")
-        checkpoint.save(self, path, scheduler)
-
-    def resume(self, path: str | os.PathLike, *, scheduler: Any = None) -> int:
-        """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the
-        number of steps that were taken. Collective.
-
-        Args:
-            scheduler: of the learning rate; it gets the state that was saved, and there must be
-                one.
-
-        Everything is checked before anything is changed. Raises, on every rank, OSError if the file
-        can't be read on one, and ValueError if it is not such a file, is of another model or
-        optimizer, or differs from the one that the first rank reads.
-        """
-        self.need_numbers("resume")
-        return checkpoint.resume(self, path, scheduler)
-
-    def describe(self) -> memory.Holdings:
-        """Return each rank's holdings in bytes, counted from the storages that are alive now.
-
-        Collective; print it to see a table.
-        """
-        title = f"{type(self).__name__} on {len(self.agree.ranks)} rank"
-        return memory.describe(self, title + "s" * (len(self.agree.ranks) > 1))
+    # each is a function of a trainer
+    step = train_on_batch
+    share = training_loop.share
+    fit = training_loop.fit
+    evaluate = training_loop.evaluate
+    state_dict = checkpoint.state_dict
+    gradients = checkpoint.gradients
+    save = checkpoint.save
+    resume = checkpoint.resume
+    describe = memory.describe
 
     def verify(self, inputs: Batch, targets: Batch = None) -> Report:
         """Compare this layout with one process, in three steps on this batch.
@@ -367,16 +264,8 @@ class HybridTrainer:
         outputs is the weighted mean over two parts of them, and ranks along dp and cp that their
         weights and buffers are still equal.)
         """
-        self.need_numbers("verify")
+        need_numbers(self, "verify")
         return self.verification.verify(inputs, targets)
-
-    def need_numbers(self, method: str) -> None:
-        """Raise ValueError if the model is on the meta device, which has no numbers."""
-        if self.device.type == "meta":
-            raise ValueError(
-                f"{method}() needs numbers, but the model is on the meta device, which has none: "
-                "use step() and describe() there, or launch without device="
-            )
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -400,8 +289,8 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 def other_axes(
     model: nn.Module, loss_fn: LossFn | None, axes: Axes, options: Options
 ) -> Iterator[Any]:
-    """Yield what the axes besides dp do to the model: the stages, cp, and those of tp and ep that
-    the mesh has. The code of an axis is loaded only if the mesh has it.
+    """Yield what the axes besides dp do to the model: the stages, and those of tp, ep and cp that
+    the mesh has; then its BatchNorms. The code of an axis is loaded only if the mesh has it.
     """
     stages = OneStage(model, axes, options)
     if "pp" in axes.sizes:
@@ -409,12 +298,6 @@ def other_axes(
 
         stages = PipelineStages(model, axes, options)
     yield stages
-    if axes.size(["cp"]) > 1:
-        from parallel101.trainers.context.cut_time import ContextAxis
-
-        yield ContextAxis(model, stages, axes, options)
-    else:
-        yield Axis()
     if "tp" in axes.sizes and options.tensor_plan is not None:
         from parallel101.trainers.tensor.plan import TensorAxis
 
@@ -423,6 +306,12 @@ def other_axes(
         from parallel101.trainers.experts_plan import ExpertsAxis
 
         yield ExpertsAxis(model, axes, options)
+    if axes.size(["cp"]) > 1:
+        from parallel101.trainers.context.cut_time import ContextAxis
+
+        yield ContextAxis(model, stages, axes, options)
+    if any(norms_of(model)):
+        yield Norms(model, axes, options, stages.microbatches)
 
 
 takes(HybridTrainer.__init__, OPTIONS)

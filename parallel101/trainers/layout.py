@@ -108,6 +108,11 @@ class Axes:
 
     Args: group: all these ranks; see `group_of`. sizes: name of an axis → its size, in the order in
         which the group numbers its ranks; the last axis varies fastest.
+
+    Attributes:
+        here: this rank's coordinates.
+        places: by position in the group, the place along dp and ep: which samples it is given.
+        without_tp: the positions at the start of tp. The others have the same loss.
     """
 
     def __init__(self, group: GroupLike, sizes: Mapping[str, int]):
@@ -120,6 +125,9 @@ class Axes:
             )
         self.position: int = self.members.position
         self.here = self.coordinates(self.position)
+        of_all = [self.coordinates(i) for i in range(len(self.members.ranks))]
+        self.places = [self.place(SAMPLES, at) for at in of_all]
+        self.without_tp = [i for i, at in enumerate(of_all) if at.get("tp", 0) == 0]
 
     def coordinates(self, position: int) -> dict[str, int]:
         """Return the coordinates, on each axis, of a position in the group."""

@@ -15,7 +15,7 @@ al. (arXiv 2104.04473), section 2.2; Qi et al., "Zero Bubble Pipeline Parallelis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,7 @@ class Held(NamedTuple):
 
     x: Any
     y: Tensor
-    weights: WeightGradients
+    weights: WeightGradients | None  # if they are computed by an action of their own
 
 
 class Pipeline:
@@ -174,8 +174,8 @@ class Pipeline:
         if arrived is not None:
             x = arrived.requires_grad_(arrived.is_floating_point())
             inputs = Received.apply(x)
-        weights = WeightGradients(split=(stage, i) in self.split)
-        with weights.forward(), self.autocast():
+        weights = WeightGradients(split=True) if (stage, i) in self.split else None
+        with weights.forward() if weights else nullcontext(), self.autocast():
             y = call(self.parts[stage], inputs)
             if stage == self.last_stage:
                 y = self.losses.add(y, self.targets[i], self.sizes[i])
@@ -191,7 +191,7 @@ class Pipeline:
         if stage > 0:
             gradient = torch.zeros_like(x) if x.grad is None else x.grad
             self.results[Action(stage, "SEND_B", i)] = gradient
-        if weights.split:
+        if weights:
             self.later[stage, i] = weights
 
     @contextmanager

@@ -19,6 +19,7 @@ et al., "ZeRO" (arXiv 1910.02054), section 3.1, counts these bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.options import Options
 from parallel101.trainers.support.arguments import Trainer
-from parallel101.trainers.support.batches import Batch, map_tensors
+from parallel101.trainers.support.batches import map_tensors
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
 
@@ -52,12 +53,6 @@ class Precision(NamedTuple):
     scaled: bool = False
     autocast: torch.dtype | None = None
 
-    def cast(self, inputs: Batch) -> Batch:
-        """Convert floating-point inputs to the weights' dtype."""
-        if self.weights is None:
-            return inputs
-        return map_tensors(lambda t: t.to(self.weights) if t.is_floating_point() else t, inputs)
-
     def wrap_loss(self, loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Let the loss compute in at least 32 bits, which a sum over a batch needs."""
         if loss_fn is None or self.weights in (None, torch.float32):
@@ -72,8 +67,9 @@ class Precision(NamedTuple):
 
     def forward(self, device: torch.device) -> Any:
         """Return the context in which a forward runs: autocast, if it was chosen."""
-        on = self.autocast is not None
-        return torch.autocast(numbers_device(device).type, dtype=self.autocast, enabled=on)
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(numbers_device(device).type, dtype=self.autocast)
 
     def cast_model(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Round the model's weights and buffers, in place. Return what the optimizer updates, by

@@ -24,12 +24,24 @@ from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
 from parallel101.trainers.support.arguments import Trainer
-from parallel101.trainers.support.batches import Batch, call, count_samples, split
+from parallel101.trainers.support.batches import Batch, call, cast, count_samples, split
 from parallel101.trainers.support.losses import Losses, agree_on_loss, check_shares
 
 
-def step(trainer: Trainer, inputs: Batch, targets: Batch) -> float:
-    """Train on one batch: see `HybridTrainer.step`."""
+def step(trainer: Trainer, inputs: Batch, targets: Batch = None) -> float:
+    """Train on one batch, of which this rank gives its share, and return the loss of the whole,
+    the same float on every rank.
+
+    Args:
+        inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a
+            whole batch. Shares need not be equal, and some may be empty. The model is called
+            with a tensor, with the entries of a dict as keywords, or of a tuple as arguments.
+        targets: of these samples, for loss_fn. None if loss_fn is None.
+
+    Raises, on every rank and before a weight is changed: ValueError if the ranks' shares don't
+    belong together, NotEqualError before the first step (see `verify`), FloatingPointError if
+    a rank's loss is not finite. What the model raises on one rank ends the run.
+    """
     total = check_shares(trainer, inputs, targets)
     trainer.verification.before_step(inputs, targets)
     loss = compute_gradients(trainer, inputs, targets, total)
@@ -48,9 +60,10 @@ def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: in
     trainer.gradient_sync.begin()
     losses = Losses(trainer.loss_fn, total, trainer.gradient_sync.scale)
     trainer.verification.watch(losses)
-    inputs, targets, losses.part = trainer.context.cut_batch(inputs, targets)
+    if trainer.cut_batch:
+        inputs, targets, losses.part = trainer.cut_batch(inputs, targets)
     with trainer.random_numbers.during_step(trainer.steps):
-        trainer.runner.run(trainer.precision.cast(inputs), targets, losses)
+        trainer.runner.run(cast(inputs, trainer.precision.weights), targets, losses)
     with wait_span("synchronize"):
         unused = trainer.gradient_sync.finish()
         for names, group in trainer.sums:

@@ -361,13 +361,13 @@ def replace_in_pipeline(runner: Pipeline, recorder: TapeRecorder) -> None:
             if kind == "F":
                 made = tape.loss_again(runner.losses) if made is None else made
                 x = runner.inputs[i] if runner.arrived is None else runner.arrived
-                split = WeightGradients(split=(stage, i) in runner.split)
-                runner.held[stage, i] = Held(x, made, split)  # type: ignore[arg-type]
+                later = WeightGradients(split=True) if (stage, i) in runner.split else None
+                runner.held[stage, i] = Held(x, made, later)  # type: ignore[arg-type]
             elif kind == "W":
                 runner.later.pop((stage, i))
             else:
                 weights = runner.held.pop((stage, i)).weights
-                if weights.split:
+                if weights:
                     runner.later[stage, i] = weights
             runner.arrived = None
 

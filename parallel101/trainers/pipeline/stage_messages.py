@@ -23,7 +23,7 @@ from torch import Tensor
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.spans import wait_span
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.schedules.actions import Action, ScheduleError
+from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
 from parallel101.trainers.schedules.check import Placement, partner
 from parallel101.trainers.schedules.with_messages import receive_for
 from parallel101.trainers.support.batches import Batch, count_samples, number_of_shape
@@ -53,7 +53,7 @@ class Messages:
         device: torch.device,
     ):
         self.placement, self.me, self.device = placement, axes.here["pp"], device
-        self.lists, self.ranks = lists, axes.along(["pp"]).ranks
+        self.ranks = axes.along(["pp"]).ranks
         pairs = {
             (position, placement[partner(action).stage])
             for position, of_rank in enumerate(lists)
@@ -62,6 +62,14 @@ class Messages:
         }
         self.groups = groups_of(axes, sorted(pairs))
         self.acknowledged = acknowledged(lists, placement, self.me)
+        messages = [a for of_rank in lists for a in of_rank if a.kind in COMMUNICATION]
+        self.partners = {action: partner(action) for action in messages}
+        # from each position, what this rank receives, in the order in which it is sent
+        self.incoming: dict[int, list[Action]] = {source: [] for source in range(len(lists))}
+        for send in messages:
+            source, receive = placement[send.stage], self.partners[send]
+            if send.kind.startswith("SEND") and placement[receive.stage] == self.me != source:
+                self.incoming[source].append(receive)
         # (stage, shape of the microbatch) → shape and dtype of its message
         self.known: dict[Hashable, Spec] = {}
 
@@ -73,17 +81,14 @@ class Messages:
         """
         # what the shape of a microbatch's messages depends on
         self.shapes = [(count_samples(x), number_of_shape(x)) for x in microbatches]
-        self.expected: dict[int, deque[Action]] = {}
-        for source, of_rank in enumerate(self.lists):
-            self.expected[source] = deque(
-                partner(a)
-                for a in of_rank
-                if a.kind.startswith("SEND")
-                and source != self.me
-                and self.placement[partner(a).stage] == self.me
-                and (is_first_forward(a) or not forward_only)
-                and self.shapes[a.microbatch][0]
+        self.expected = {
+            source: deque(
+                a
+                for a in receives
+                if (is_first_forward(a) or not forward_only) and self.shapes[a.microbatch][0]
             )
+            for source, receives in self.incoming.items()
+        }
         self.arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self.sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
 
@@ -91,7 +96,7 @@ class Messages:
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Begin to send it. Raises ScheduleError if it can't be sent, or has a new shape."""
-        receive = partner(action)
+        receive = self.partners[action]
         key, to = self.key(receive), self.placement[receive.stage]
         check_sendable(action, tensor, self.known.get(key))
         if key not in self.known:  # of a gradient it is: the activation was announced
@@ -110,7 +115,7 @@ class Messages:
         """Post this receive and those that come before it from the same rank, as far as their
         shapes are known. `hear`: wait for what announces the others.
         """
-        source = self.placement[partner(action).stage]
+        source = self.placement[self.partners[action].stage]
         while action in (expected := self.expected[source]):
             key = self.key(expected[0])
             if key not in self.known:

@@ -78,6 +78,15 @@ def check_model(model: Any) -> torch.device:
     return device_of(model)
 
 
+def need_numbers(trainer: Trainer, method: str) -> None:
+    """Raise ValueError if the model is on the meta device, which has no numbers."""
+    if trainer.device.type == "meta":
+        raise ValueError(
+            f"{method}() needs numbers, but the model is on the meta device, which has none: "
+            "use step() and describe() there, or launch without device="
+        )
+
+
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 

@@ -37,6 +37,13 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
     return tree
 
 
+def cast(tree: Batch, dtype: torch.dtype | None) -> Batch:
+    """Convert floating-point tensors to this dtype; None: leave them as they are."""
+    if dtype is None:
+        return tree
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
 def leaves(tree: Batch) -> Iterator[Any]:
     """Yield the leaves of the tree, in order."""
     if isinstance(tree, Mapping):

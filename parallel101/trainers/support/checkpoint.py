@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.trainers.support.arguments import Trainer, mark_as_cut
+from parallel101.trainers.support.arguments import Trainer, mark_as_cut, need_numbers
 from parallel101.trainers.support.history import History
 
 FORMAT = "parallel101 checkpoint 2"
@@ -28,7 +28,11 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:
-    """Return the whole model's state: see `HybridTrainer.state_dict`."""
+    """Return a copy of the whole model's state on every rank, for any `model.load_state_dict`.
+
+    Collective: call it on every rank.
+    """
+    need_numbers(trainer, "state_dict")
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     trainer.reads_parts = True
     try:
@@ -42,13 +46,22 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
 
 
 def gradients(trainer: Trainer) -> dict[str, Tensor | None]:
-    """Return the whole gradients: see `HybridTrainer.gradients`."""
+    """Return the gradients of the last step (clipped, if they were), by the names of the
+    model's parameters. Collective.
+    """
+    need_numbers(trainer, "gradients")
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
-def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
-    """Write a checkpoint: see `HybridTrainer.save`."""
+def save(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) -> None:
+    """Write all that is needed to continue: weights, optimizer state, steps, history, and the
+    learning-rate scheduler's state if it is given.
+
+    Collective; the first rank writes, atomically. Any trainer on any number of ranks can
+    `resume` it. Raises OSError on every rank if the file could not be written.
+    """
+    need_numbers(trainer, "save")
     content = {
         "model": state_dict(trainer),
         "optimizer": trainer.sharded_optimizer.state(),
@@ -63,8 +76,19 @@ def save(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> None:
     )
 
 
-def resume(trainer: Trainer, path: str | os.PathLike, scheduler: Any) -> int:
-    """Continue from a checkpoint: see `HybridTrainer.resume`."""
+def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) -> int:
+    """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the
+    number of steps that were taken. Collective.
+
+    Args:
+        scheduler: of the learning rate; it gets the state that was saved, and there must be
+            one.
+
+    Everything is checked before anything is changed. Raises, on every rank, OSError if the file
+    can't be read on one, and ValueError if it is not such a file, is of another model or
+    optimizer, or differs from the one that the first rank reads.
+    """
+    need_numbers(trainer, "resume")
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
         content = read_checkpoint(path)

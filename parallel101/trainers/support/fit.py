@@ -27,9 +27,10 @@ from parallel101.mesh import split_sizes
 from parallel101.spans import span
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.step import step as take_step
-from parallel101.trainers.support.arguments import Trainer
+from parallel101.trainers.support.arguments import Trainer, need_numbers
 from parallel101.trainers.support.batches import (
     Batch,
+    cast,
     check_pair,
     count_samples,
     map_tensors,
@@ -45,10 +46,16 @@ END = object()
 
 
 def share(trainer: Trainer, batch: Batch) -> Batch:
-    """Return this rank's part of a whole batch: see `HybridTrainer.share`."""
+    """Return this rank's part of a whole batch, such as (inputs, targets): each tensor cut
+    along dim 0 as `split_sizes` does, on the model's device.
+
+    A batch of fewer samples than places along dp and ep leaves some ranks without any. Raises
+    TypeError or ValueError for what is not a tree of tensors with equally many samples (see
+    batches.py).
+    """
     axes = trainer.axes
-    mine = split(batch, split_sizes(count_samples(batch), axes.size(SAMPLES)))[axes.place(SAMPLES)]
-    return map_tensors(lambda t: t.to(trainer.device), mine)
+    shares = split(batch, split_sizes(count_samples(batch), axes.size(SAMPLES)))
+    return map_tensors(lambda t: t.to(trainer.device), shares[axes.place(SAMPLES)])
 
 
 def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
@@ -62,14 +69,33 @@ def inputs_and_targets(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
 def fit(
     trainer: Trainer,
     batches: Iterable[Batch] | Callable[[int], Batch],
-    until: int | None,
-    save_to: str | os.PathLike | None,
-    save_every: int | None,
-    scheduler: Any,
-    on_step: Callable[[StepResult], object] | None,
-    progress: bool,
+    *,
+    until: int | None = None,
+    save_to: str | os.PathLike | None = None,
+    save_every: int | None = None,
+    scheduler: Any = None,
+    on_step: Callable[[StepResult], object] | None = None,
+    progress: bool = True,
 ) -> History:
-    """Train on batch after batch: see `HybridTrainer.fit`."""
+    """Train on batch after batch, with a progress bar, and return the history of this trainer,
+    which `plot`s.
+
+    Args:
+        batches: whole batches (inputs, targets), the same on every rank, which cuts out its
+            share: an iterable, or a function that gives the batch of a step by its number, so
+            that a resumed run continues with the batch that it would have had. With
+            loss_fn=None a batch is what the model is called with.
+        until: stop when the trainer has taken this many steps in all, those before `resume`
+            counted. A function of the step needs it.
+        save_to: a checkpoint to write, every `save_every` steps and at the end.
+        scheduler: of the learning rate, one of torch.optim.lr_scheduler's over
+            `trainer.optimizer`. It takes a step after each of the trainer's, and is saved with
+            the checkpoint; see `resume`.
+        on_step: called after every step, on every rank, with its `StepResult`: number, loss,
+            seconds, samples, tokens.
+        progress: show the bar (on the first rank only).
+    """
+    need_numbers(trainer, "fit")
     check_fit(batches, until, save_to, save_every, on_step)
     if save_to is not None:
         trainer.agree.all_or_none(
@@ -101,10 +127,10 @@ def fit(
             if on_step is not None:
                 on_step(step)
             if save_every and trainer.steps % save_every == 0 and save_to is not None:
-                save(trainer, save_to, scheduler)
+                save(trainer, save_to, scheduler=scheduler)
                 saved = trainer.steps
     if save_to is not None and saved < trainer.steps:
-        save(trainer, save_to, scheduler)
+        save(trainer, save_to, scheduler=scheduler)
     return trainer.history
 
 
@@ -137,7 +163,13 @@ def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bo
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
-    """Return the mean loss of whole batches: see `HybridTrainer.evaluate`."""
+    """Return the mean loss over the samples of whole batches (see `fit`), with the model in
+    eval mode: the same float on every rank.
+
+    A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights:
+    all sums over all weights.
+    """
+    need_numbers(trainer, "evaluate")
     total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
         for batch in batches:
@@ -164,8 +196,9 @@ def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[flo
     """
     samples = count_samples(inputs)
     losses = Losses(trainer.loss_fn, samples, training=False)
-    inputs, targets, losses.part = trainer.context.cut_batch(inputs, targets)
-    trainer.runner.evaluate(trainer.precision.cast(inputs), targets, losses)
+    if trainer.cut_batch:
+        inputs, targets, losses.part = trainer.cut_batch(inputs, targets)
+    trainer.runner.evaluate(cast(inputs, trainer.precision.weights), targets, losses)
     if not losses.parts or trainer.axes.here.get("tp", 0) > 0:
         return 0.0, 0.0
     weight = losses.weight()

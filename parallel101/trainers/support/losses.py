@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import SAMPLES, Axes
+from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, Trainer
 from parallel101.trainers.support.batches import (
     Batch,
@@ -41,9 +41,9 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
     Raises, on all ranks, TypeError or ValueError if the shares don't fit together, or if something
     is trained that was frozen when the trainer was built.
     """
-    axes, agree, step = trainer.axes, trainer.agree, trainer.steps
+    places, agree, step = trainer.axes.places, trainer.agree, trainer.steps
     problem, mine = None, (-1, 0, 0)
-    several = len(agree.ranks) > axes.size(SAMPLES)  # ranks with the same samples
+    several = len(places) > len(set(places))  # ranks have the same samples
     try:
         if trainer.loss_fn is not None:
             check_pair((inputs, targets))
@@ -53,8 +53,8 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
                 "separate targets"
             )
         check_frozen(trainer)
-        for axis in trainer.mesh_axes:
-            axis.check_batch(inputs, targets)
+        for check in trainer.checks:
+            check(inputs, targets)
         values = number_of_values((inputs, targets)) if several else 0
         mine = count_samples(inputs), number_of_shape(inputs), values
     except (TypeError, ValueError) as error:
@@ -64,7 +64,7 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
         agree.raise_problem(problem, f"take its batch in step {step}")
     firsts: dict[int, int] = {}  # place along dp and ep → the first rank there
     for position, here in enumerate(zip(counts, *told)):
-        first = firsts.setdefault(axes.place(SAMPLES, axes.coordinates(position)), position)
+        first = firsts.setdefault(places[position], position)
         if here != tuple(of_ranks[first] for of_ranks in (counts, *told)):
             given = (
                 f"{counts[first]:.0f} and {counts[position]:.0f} samples"
@@ -81,7 +81,7 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
     total, fewest = sum(counts[first] for first in firsts.values()), min(counts)
     if not total:
         raise ValueError(f"the batch of step {step} has no samples: expected at least one")
-    least, why = max(axis.least for axis in trainer.mesh_axes)
+    least, why = trainer.least
     if fewest < least:
         raise ValueError(
             f"rank {agree.ranks[counts.index(fewest)]} has {fewest:.0f} of the {total:.0f} "
@@ -185,8 +185,7 @@ def agree_on_loss(
             f"step {step}: the loss is {where}; no weight was changed. "
             "Look at that rank's samples, or lower the learning rate, or set clip_norm"
         )
-    # ranks along tp have the same loss
-    once = [i for i in range(len(parts)) if axes.coordinates(i).get("tp", 0) == 0]
+    once = axes.without_tp
     loss, weight = math.fsum(parts[i] for i in once), None
     if max(weights) >= 0:
         weight = math.fsum(max(weights[i], 0.0) for i in once)

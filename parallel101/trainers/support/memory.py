@@ -69,8 +69,13 @@ class Holdings:
     __repr__ = __str__
 
 
-def describe(trainer: Trainer, title: str) -> Holdings:
-    """Return the bytes of each rank: see `HybridTrainer.describe`."""
+def describe(trainer: Trainer) -> Holdings:
+    """Return each rank's holdings in bytes, counted from the storages that are alive now.
+
+    Collective; print it to see a table.
+    """
+    ranks = trainer.agree.ranks
+    title = f"{type(trainer).__name__} on {len(ranks)} rank{'s'[: len(ranks) - 1]}"
     data, owned, state = trainer.data, trainer.owned, trainer.optimizer.state.values()
     parameters = [*trainer.model.parameters(), *trainer.runner.sync.owned.values()]
     held: dict[str, Iterable[Tensor]] = {
@@ -95,7 +100,6 @@ def describe(trainer: Trainer, title: str) -> Holdings:
     # a stage without trained weights has fewer kinds
     kinds = dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     counts = {kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in kinds}
-    ranks = trainer.agree.ranks
     notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {data.how()}"]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
     parts = {

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from parallel101.trainers.gradient_sync import dense_gradient
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.support.arguments import LossFn, Trainer
-from parallel101.trainers.support.batches import Batch, call, count_samples, map_tensors
+from parallel101.trainers.support.batches import Batch, call, cast, count_samples, map_tensors
 from parallel101.trainers.support.fit import evaluating
 from parallel101.trainers.support.losses import loss_and_weight
 from parallel101.trainers.verify.deterministic import deterministic
@@ -137,7 +137,7 @@ class WholeModel:
         return deterministic(self.model, [self.model])
 
     def outputs(self, inputs: Batch) -> Any:
-        inputs, model = self.precision.cast(inputs), self.model
+        inputs, model = cast(inputs, self.precision.weights), self.model
         with self.precision.forward(next(model.parameters()).device):
             if isinstance(inputs, Tensor) or type(model).forward is not nn.Sequential.forward:
                 return call(model, inputs)
