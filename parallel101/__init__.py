@@ -85,6 +85,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.trainers.context_parallel import ring_attention
     from parallel101.trainers.expert_parallel import experts_over_ranks
     from parallel101.trainers.hybrid import HybridTrainer
+    from parallel101.trainers.memory import count_activations
     from parallel101.trainers.one_axis import (
         DataParallelTrainer,
         PipelineTrainer,
@@ -93,9 +94,8 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     )
     from parallel101.trainers.schedules.actions import ScheduleError
     from parallel101.trainers.schedules.schedule import Schedule, schedule
-    from parallel101.trainers.support.count_activations import count_activations
     from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
-    from parallel101.trainers.tensor.styles import column
+    from parallel101.trainers.tensor.plan import column
     from parallel101.trainers.verify.report import NotEqualError
     from parallel101.trainers.weight_gradients import WeightGradients
 

@@ -27,7 +27,7 @@ from parallel101.autograd import (
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.styles import names_of
+from parallel101.trainers.tensor.plan import names_of
 
 STYLES = ("column", "row", "column_gather")
 # names of keras.activations; any other function is applied to whole outputs

@@ -3,7 +3,7 @@
     tp    x ─▶ Dense, columns ─▶ relu ─▶ Dense, rows ─▶ Σ ─▶ y
           each rank holds 1/n of every kernel (dense.py)
     dp    x ─▶ this rank's samples ─▶ model ─▶ gather ─▶ y
-          each rank holds 1/n of what its optimizer updates (trainers/zero/)
+          each rank holds 1/n of what its optimizer updates (trainers/flat.py)
 
 Either way every rank gets the outputs of the whole batch. So Keras computes the loss and the
 metrics as it does in one process, and compile, fit, evaluate, predict and callbacks are Keras's

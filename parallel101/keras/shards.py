@@ -19,9 +19,9 @@ from parallel101.keras.installed import keras
 from parallel101.keras.supported import check_regularizer
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped
+from parallel101.trainers.flat import ZeROGroup
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.zero.flat import ZeROGroup
 from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
 

@@ -13,9 +13,11 @@ The ideas, each in one file that is read from top to bottom, and that the traine
 
 Behind them:
 
-    hybrid.py, one_axis.py, options.py    the public trainers: HybridTrainer, and it on one axis
+    hybrid.py, one_axis.py    the public trainers: HybridTrainer, and it on one axis
+    options.py, batches.py, losses.py    what they are given: options, samples, a loss
+    training_loop.py, checkpoint.py, sharded_optimizer.py, memory.py    what they do besides a step
     axis.py, layout.py      what an axis does to a model; where every parameter is
-    data_axis.py, gradient_sync.py, zero/    the axis dp: what gradients need; odd models
+    gradient_sync.py, flat.py, model_layers.py    the axis dp: what gradients need; odd models
     context/                the axis cp: a batch cut along time, Ulysses
     experts_plan.py         the axis ep: which modules hold experts
     tensor/                 the axis tp: which layers a plan cuts; sequence parallel
@@ -23,7 +25,7 @@ Behind them:
     weight_gradients.py     ∂W, computed later than ∂x
     recompute.py            activations that backward computes again
     precision.py            16 bit, and master weights
+    random_numbers.py       the same dropout masks, however many ranks there are
     agreement.py            what the ranks agree on, errors included
     verify/                 before the first step: equal to one process?
-    support/                arguments, batches, losses, optimizers, fit, checkpoints, memory use
 """

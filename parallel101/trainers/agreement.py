@@ -24,7 +24,7 @@ from parallel101.collectives import all_gather, broadcast, gather
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.support.batches import raw_memory
+from parallel101.trainers.batches import raw_memory
 
 DIGEST = 8  # bytes of a hash
 FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are

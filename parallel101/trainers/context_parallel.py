@@ -31,10 +31,12 @@ from torch.autograd.function import once_differentiable
 from parallel101.collectives.comm import Comm, Work, wait_all
 from parallel101.mesh import GroupLike
 from parallel101.spans import wait_span
-from parallel101.trainers.context.attention_blocks import attend, attend_backward, by_kv_head
 from parallel101.trainers.context.attention_call import (
     AttentionCall,
+    attend,
+    attend_backward,
     begin_ring,
+    by_kv_head,
     checked,
     computing,
 )

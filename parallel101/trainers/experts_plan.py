@@ -23,7 +23,7 @@ from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.expert_parallel import experts_over_ranks
 from parallel101.trainers.layout import Axes, Shard
 from parallel101.trainers.options import EXPERTS, Options
-from parallel101.trainers.tensor.styles import names_of
+from parallel101.trainers.tensor.plan import names_of
 
 
 class ExpertsAxis(Axis):

@@ -21,30 +21,30 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel101.trainers import checkpoint, memory, training_loop
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.axis import OneStage
-from parallel101.trainers.data_axis import DataAxis
+from parallel101.trainers.axis import DataAxis, OneStage
+from parallel101.trainers.batches import Batch
 from parallel101.trainers.gradient_sync import nested
 from parallel101.trainers.layout import Axes, Layout, entries_of, state_names, tensors_of_state
-from parallel101.trainers.options import Options, check_names, takes
+from parallel101.trainers.options import (
+    LossFn,
+    OptimizerFn,
+    Options,
+    check_loss_fn,
+    check_model,
+    check_names,
+    loss_over,
+    need_numbers,
+    takes,
+)
 from parallel101.trainers.precision import choose_precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import modules_to_recompute, recompute_in_backward
+from parallel101.trainers.sharded_optimizer import ShardedOptimizer, build_optimizer
 from parallel101.trainers.step import step as train_on_batch
-from parallel101.trainers.support import checkpoint, memory
-from parallel101.trainers.support import fit as training_loop
-from parallel101.trainers.support.arguments import (
-    LossFn,
-    OptimizerFn,
-    check_loss_fn,
-    check_model,
-    loss_over,
-    need_numbers,
-)
-from parallel101.trainers.support.batches import Batch
-from parallel101.trainers.support.history import History
-from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
 from parallel101.trainers.sync_batch_norm import Norms, norms_of
+from parallel101.trainers.training_loop import History
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
 
@@ -299,7 +299,7 @@ def other_axes(
         stages = PipelineStages(model, axes, options)
     yield stages
     if "tp" in axes.sizes and options.tensor_plan is not None:
-        from parallel101.trainers.tensor.plan import TensorAxis
+        from parallel101.trainers.tensor.tensor_axis import TensorAxis
 
         yield TensorAxis(model, loss_fn, axes, options)
     if "ep" in axes.sizes:

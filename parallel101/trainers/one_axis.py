@@ -14,8 +14,7 @@ from torch import nn
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.options import check_names, takes
-from parallel101.trainers.support.arguments import LossFn, OptimizerFn
+from parallel101.trainers.options import LossFn, OptimizerFn, check_names, takes
 
 COMMON = ("clip_norm", "autocast", "recompute", "precision", "gradient_dtype", "sync", "verify")
 DATA = ("overlap", "bucket_bytes", "algorithm", "accumulate", "sync_batch_norm")

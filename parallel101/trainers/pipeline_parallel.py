@@ -24,11 +24,11 @@ from torch.autograd import Function
 
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
+from parallel101.trainers.batches import Batch, call, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, together
+from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
 from parallel101.trainers.schedules.actions import Action
-from parallel101.trainers.support.batches import Batch, call, count_samples, split
-from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}

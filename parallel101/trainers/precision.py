@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from parallel101.collectives.meta_device import number_in, numbers_device
 from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.batches import map_tensors
 from parallel101.trainers.gradient_sync import GradientSync
-from parallel101.trainers.options import Options
-from parallel101.trainers.support.arguments import Trainer
-from parallel101.trainers.support.batches import map_tensors
+from parallel101.trainers.options import Options, Trainer
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from parallel101.collectives import all_reduce
 from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
+from parallel101.trainers.batches import Batch, call, cast, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
-from parallel101.trainers.support.arguments import Trainer
-from parallel101.trainers.support.batches import Batch, call, cast, count_samples, split
-from parallel101.trainers.support.losses import Losses, agree_on_loss, check_shares
+from parallel101.trainers.losses import Losses, agree_on_loss, check_shares
+from parallel101.trainers.options import Trainer
 
 
 def step(trainer: Trainer, inputs: Batch, targets: Batch = None) -> float:

@@ -7,7 +7,7 @@
 
 Data parallel sums gradients by all-reduce, which is a reduce-scatter and then an all-gather. ZeRO
 takes the optimizer's step between the two. Parameters are put side by side in flat arrays, each of
-which is cut into n equal blocks (zero/flat.py):
+which is cut into n equal blocks (flat.py):
 
     reduce-scatter    rank i gets block i of the gradients, summed over all ranks
     optimizer         rank i updates block i of the weights; only rank i has its optimizer state
@@ -32,8 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from parallel101.mesh import group_of
 from parallel101.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradient_sync import GradientHooks, Parameters, by_size, dense_gradient
-from parallel101.trainers.zero.flat import (
+from parallel101.trainers.flat import (
     EMPTY,
     Flat,
     ZeRO,
@@ -45,7 +44,8 @@ from parallel101.trainers.zero.flat import (
     wait,
     walk,
 )
-from parallel101.trainers.zero.model_layers import layers_of, share_out
+from parallel101.trainers.gradient_sync import GradientHooks, Parameters, by_size, dense_gradient
+from parallel101.trainers.model_layers import layers_of, share_out
 
 
 class ZeRO12(ZeRO):

@@ -13,7 +13,7 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.support.batches import number_of_values
+from parallel101.trainers.batches import number_of_values
 from tests.trainers.cases import (
     CLOSE,
     OPTIMIZERS,

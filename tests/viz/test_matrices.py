@@ -18,7 +18,7 @@ from parallel101.models.mlp import MLP
 from parallel101.trainers.layout import Axes, Entry, Shard
 from parallel101.trainers.options import Options
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
-from parallel101.trainers.tensor.plan import TensorAxis
+from parallel101.trainers.tensor.tensor_axis import TensorAxis
 from tests.viz.drawn import SVG, texts, titled
 
 

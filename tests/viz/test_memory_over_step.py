@@ -10,7 +10,7 @@ import pytest
 
 from parallel101.laboratory.analysis.held_over_time import MOST_POINTS, held_over_time
 from parallel101.laboratory.viz.memory_over_step import activations_scene
-from parallel101.trainers.support.count_activations import Activations, Change, Kept, Phase
+from parallel101.trainers.memory import Activations, Change, Kept, Phase
 from tests.viz.drawn import SVG
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from parallel101.laboratory.record.units import decimal_bytes
 from parallel101.laboratory.viz.memory_per_rank import LEFT, RIGHT, memory_scene
-from parallel101.trainers.support.memory import readable
+from parallel101.trainers.memory import readable
 from tests.viz.drawn import titled
 
 

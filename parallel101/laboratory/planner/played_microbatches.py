@@ -34,12 +34,12 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
 from parallel101.spans import Collective, current_collective, set_current_collective, span
+from parallel101.trainers.batches import Batch
 from parallel101.trainers.hybrid import HybridTrainer
+from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.step import Accumulation
-from parallel101.trainers.support.batches import Batch
-from parallel101.trainers.support.losses import Losses
 from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.batches import Batch, in_words, map_tensors, tensors_of
 from parallel101.trainers.context.time_layout import local_positions, time_sizes
 from parallel101.trainers.context.ulysses import ulysses_attention
 from parallel101.trainers.context_parallel import ring_attention
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.options import Options
 from parallel101.trainers.recompute import and_its_repetitions
-from parallel101.trainers.support.batches import Batch, in_words, map_tensors, tensors_of
 
 TIME = 1  # the dim of inputs and targets that is cut
 POSITIONS = ("positions", "position_ids")  # how a model's forward may call them

@@ -1,6 +1,5 @@
 """Parts of ../pipeline_parallel.py: a model cut into stages on several ranks.
 
-split.py            which modules each stage has
-stages.py           the stages of this rank, and what they need to run
+stages.py           which modules each stage has, and what this rank needs to run its own
 stage_messages.py   what travels between the stages
 """

@@ -1,280 +1,389 @@
-"""The axis tp: the style of each module, checks that it can work, and the cut
-of each parameter.
+"""The styles of a tensor-parallel plan, and which modules its patterns name.
 
-plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, beside the model
-before    modules and sizes are named, and what cannot work is refused; nothing is sent or changed
-cut       puts this rank's layers (../tensor_parallel.py) in the modules' places
+column          y = x Wᵀ, W cut by rows: each rank computes some of the outputs
+row             W cut by columns: each rank takes some of the inputs, and outputs are summed
+column_gather   column, and then an all-gather: every rank has all outputs
+vocabulary      rows of an embedding, or a head whose logits stay cut
+
+"blocks.*.mlp.up"     blocks.0.mlp.up, blocks.1.mlp.up, …
+"*.up"                every module named up: a `*` matches one or more parts of the name
+"layers.*"            among all below, those that have a weight of their own
+
+plan="auto" is a plan from the model's structure:
+
+a chain of linear layers    column, row, column, row, …; a last one without a partner: column_gather
+attention by heads          by the names in TABLE: column(heads=…) and row
+feed-forward                by the names in TABLE: column and row
+head, and its embedding     vocabulary, if the loss is vocabulary_cross_entropy
+
+What it does not recognize stays replicated. Names are a guess at what the code between the layers
+does; a plan says it.
+
+GPT-2's attention, as in nanoGPT, takes the width of a head from its input: `k.view(B, T,
+self.n_head, C // self.n_head)`. That works only with all features, so its layers are gathered. To
+cut it by heads, write `self.c_attn(x).chunk(3, -1)`, `k.view(B, T, -1, head_width)` and `y.view(B,
+T, -1)`, and the plan {"*.c_attn": column(parts=3, heads=n_head), "*.attn.c_proj": "row", …}.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from parallel101.mesh import Group, split_sizes
-from parallel101.trainers.axis import Axis, OneStage
-from parallel101.trainers.layout import Axes, Shard
-from parallel101.trainers.options import Options
-from parallel101.trainers.support.arguments import is_vocabulary_loss
-from parallel101.trainers.tensor.auto_plan import (
-    auto_plan,
-    chain_of,
-    first_names,
-    head_width,
-    whole_number,
+from parallel101.trainers.model_layers import order_of
+
+NAMES = ("column", "column_gather", "row", "vocabulary")
+
+
+class Style(NamedTuple):
+    """The way in which a module is cut.
+
+    `column(…)` makes one with options; a plain name such as "row" means the style without any.
+    """
+
+    name: str
+    parts: int = 1
+    heads: int | str | None = None
+
+    def __str__(self) -> str:
+        options = [f"parts={self.parts}"] * (self.parts > 1)
+        options += [f"heads={self.heads!r}"] * (self.heads is not None)
+        return f"{self.name}({', '.join(options)})" if options else self.name
+
+
+TensorPlan = str | Mapping[str, str | Style]
+
+
+def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
+    """Return the style "column" with options, for a plan:
+    `{"attention.qkv": p101.column(parts=3, heads=8)}`.
+
+    Args:
+        parts: how many equal matrices are side by side in the outputs: 3 for a fused query, key and
+            value. Each is cut in the same way.
+        heads: how many heads each part has. They are dealt out whole, so the size of the axis must
+            divide them. If the code of the module around the layer counts its heads, as in
+            `q.unflatten(-1, (self.num_heads, -1))`, the name of that attribute: heads="num_heads".
+            On each rank the attribute then becomes the number of heads that the rank has.
+
+    Raises ValueError if either is not a whole number, 1 or more (or, for heads, a name).
+    """
+    for name, value in (("parts", parts), ("heads", heads)):
+        if name == "heads" and (value is None or (isinstance(value, str) and value.isidentifier())):
+            continue
+        if type(value) is not int or value < 1:
+            attribute = ", or the name of an attribute" if name == "heads" else ""
+            raise ValueError(
+                f"column({name}={value!r}): expected a whole number, 1 or more{attribute}"
+            )
+    return Style("column", parts, heads)
+
+
+def style_of(pattern: str, style: object) -> Style:
+    """Return the style that a plan gives a pattern, as a Style. Raises ValueError."""
+    if isinstance(style, Style):
+        return style
+    if style not in NAMES:
+        raise ValueError(
+            f"plan: {pattern!r} has the style {style!r}: expected one of "
+            f"{', '.join(map(repr, NAMES))}, or p101.column(…)"
+        )
+    return Style(str(style))
+
+
+def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]:
+    """Return the style of every module that a pattern names.
+
+    An exact name counts for more than a pattern with `*`.
+    """
+    if not plan:
+        raise ValueError(
+            'plan={} cuts nothing: expected names of modules and their styles, or "auto"'
+        )
+    named = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
+    first = {id(module): name for name, module in reversed(named.items())}
+    found: dict[str, tuple[str, Style]] = {}
+    for pattern, given in sorted(plan.items(), key=lambda item: "*" not in item[0]):
+        style, fitting = style_of(pattern, given), []
+        matches = names_of(pattern, list(named))
+        for name in matches:
+            if (why := problem(model, name, named[name], style)) is None:
+                fitting.append(name)
+            elif "*" not in pattern or named[name]._parameters:
+                raise ValueError(
+                    f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but {why}"
+                )
+        if not fitting:
+            raise ValueError(
+                f"plan: {pattern!r} has the style {str(style)!r}, but matches no layer with a "
+                f"weight, only {listed(matches)}"
+            )
+        for name in fitting:
+            other, known = found.get(first[id(named[name])], (pattern, style))
+            if known != style and ("*" in other) == ("*" in pattern):
+                raise ValueError(
+                    f"plan: {other!r} gives {name!r} the style {str(known)!r}, and "
+                    f"{pattern!r} gives it {str(style)!r}: expected one"
+                )
+            found[first[id(named[name])]] = pattern, style
+    return {name: style for name, (_, style) in found.items()}
+
+
+def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[str]:
+    """Return those of a model's modules that a pattern names. Raises ValueError if there are none.
+
+    Args: what: the word for one of them.
+
+    A `*` as a whole part is one or more parts; inside of a part, any characters of that part.
+    """
+    parts = (
+        r"[^.]+(\.[^.]+)*" if part == "*" else r"[^.]*".join(map(re.escape, part.split("*")))
+        for part in pattern.split(".")
+    )
+    expression = re.compile(r"\.".join(parts))
+    found = list(filter(expression.fullmatch, names))
+    if not found:
+        raise ValueError(
+            f"plan: {pattern!r} matches no {what}. The model's {what}s are {listed(names)}"
+        )
+    return found
+
+
+def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str | None:
+    """Return the reason why a module cannot have a style, or None."""
+    table = style.name == "vocabulary" and isinstance(module, nn.Embedding)
+    if not table and not isinstance(module, nn.Linear):
+        wanted = "an nn.Embedding or the nn.Linear of the head"
+        wanted = wanted if style.name == "vocabulary" else "an nn.Linear"
+        article = "an" if type(module).__name__[0] in "AEIOU" else "a"
+        return f"it is {article} {type(module).__name__}: expected {wanted}"
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return (
+            "nn.MultiheadAttention reads the weights of this layer itself: expected query, key "
+            "and value as linear layers"
+        )
+    if not is_plain(module):
+        return (
+            f"this {type(module).__name__} does more than a plain layer: expected no forward of "
+            "its own, no parametrization of its weight, no max_norm, scale_grad_by_freq or sparse, "
+            "and no hooks (register them after the trainer is built)"
+        )
+    return None
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a linear layer or an embedding does just what its class says."""
+    kind: Any = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    more = ("max_norm", "scale_grad_by_freq", "sparse", *hooks)
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and isinstance(module._parameters.get("weight"), nn.Parameter)
+        and not any(getattr(module, name, None) for name in more)
+    )
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+# ── plan="auto" ──
+
+FUNCTIONS = (
+    "ReLU ReLU6 LeakyReLU ELU SELU CELU GELU SiLU Mish Softplus Softsign Tanh Sigmoid LogSigmoid "
+    "Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Tanhshrink Threshold Identity"
 )
-from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
-from parallel101.trainers.tensor.styles import Style, match
-from parallel101.trainers.tensor.tensor_group import SequenceGroup, TensorGroup
-from parallel101.trainers.tensor_parallel import (
-    ColumnLinear,
-    RowLinear,
-    VocabularyEmbedding,
-    cut_heads,
-)
+ELEMENTWISE = tuple(getattr(nn, name) for name in FUNCTIONS.split())  # dropout draws other masks
+# name in the model ("" for one that is made anew for each forward, such as the MLP's GELUs), module
+Chain = list[tuple[str, nn.Module]]
+COLUMN, ROW, GATHERED = Style("column"), Style("row"), Style("column_gather")
+
+# attributes that count them
+HEAD_WIDTHS = "head_width head_dim head_size dim_head"
+HEADS = "n_local_heads num_heads n_heads n_head heads num_attention_heads"
+KEY_VALUE_HEADS = "n_local_kv_heads num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads"
 
 
-class TensorAxis(Axis):
-    """The axis tp: a plan for one model and one number of ranks.
+def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str, Style]:
+    """Return the style of each module to cut, by name. Raises ValueError if there is none.
 
     Args:
         model: the whole model.
-        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is
-            cut.
-        options: `plan` is a dict from names of modules to styles, where `*` matches one or more
-            parts of a name, or "auto": from the model's structure.
-
-    Attributes:
-        styles: name of a module → its style.
-        time_cuts: where sequence parallel cuts activations.
-
-    Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
-    that does not fit.
+        chain: its modules in order, if it tells.
+        cut_head: whether the loss is vocabulary_cross_entropy, so that the logits may stay cut.
     """
-
-    name = "tp"
-    placements: dict[str, Shard]
-
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, axes: Axes, options: Options
-    ):
-        self.axes, self.options, self.algorithm = axes, options, options.algorithms(axes)
-        chain, cut_head, plan = chain_of(model), is_vocabulary_loss(loss_fn), options.tensor_plan
-        if isinstance(plan, str):
-            if plan != "auto":
-                raise ValueError(
-                    f'plan={plan!r}: expected "auto" or a dict from names of modules to styles'
-                )
-            styles = auto_plan(model, chain, cut_head)
-        else:
-            styles = match(plan or {}, model)
-        modules = dict(model.named_modules())
-        self.styles = {name: styles[name] for name in modules if name in styles}
-        shards = {
-            name: shard_of(name, modules[name], style, axes.sizes["tp"], modules)
-            for name, style in self.styles.items()
-        }
-        self.cuts_logits = check_loss(model, self.styles, cut_head)
-        self.placements = placements_of(model, self.styles, shards)
-        in_time = options.sequence_parallel
-        self.time_cuts = time_cuts(model, chain, self.styles) if in_time else TimeCuts()
-
-    def describe(self) -> Iterator[str]:
-        """Yield a line for each way of cutting modules: "blocks.*.mlp.up (4 modules): column"."""
-        ways: dict[tuple[str, str], int] = {}
-        for name, style in self.styles.items():
-            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            key = name if alike.strip("*.") == "" else alike, str(style)
-            ways[key] = ways.get(key, 0) + 1
-        for (names, way), count in ways.items():
-            yield f"{names}{f' ({count} modules)' if count > 1 else ''}: {way}"
-
-    def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
-        """Yield the parameters that see some positions only: each rank's gradient is a part."""
-        if partial := [name for name in names if name in self.time_cuts.partial]:
-            yield partial, self.axes.along(["tp"])
-
-    def cut(self, model: nn.Module, stages: OneStage) -> None:
-        """Put this rank's layers in the places of the modules, with this rank's blocks of their
-        parameters.
-        """
-        group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
-        tp = TensorGroup(group, self.algorithm, self.options.overlap)
-        tp_in_time = SequenceGroup(
-            group, self.algorithm, self.options.overlap, self.options.regather
-        )
-        named = list(model.named_modules(remove_duplicate=False))
-        here = {name for name, _ in named if is_below(name, local)}
-        uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
-        names = first_names(model)
-        name_of = {id(p): name for name, p in model.named_parameters()}
-        blocks: dict[int, nn.Parameter] = {}  # of a parameter: tied ones stay one object
-
-        def block(p: Any) -> Any:
-            if p is None or name_of[id(p)] not in self.placements:
-                return p
-            if id(p) not in blocks:
-                mine = self.placements[name_of[id(p)]].cut(p.detach(), position)
-                mine = mine.clone(memory_format=torch.contiguous_format)
-                blocks[id(p)] = nn.Parameter(mine, p.requires_grad)
-            return blocks[id(p)]
-
-        replaced: dict[int, nn.Module] = {}
-        counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
-        for name, old in named:
-            style = self.styles.get(names[id(old)])
-            if style is None or name not in here:
-                continue
-            if id(old) not in replaced:
-                in_time = names[id(old)] in self.time_cuts.cut_time
-                sizes = self.placements[name_of[id(old.weight)]].sizes
-                new = layer(old, style, sizes, position, tp_in_time if in_time else tp, block)
-                if isinstance(new, ColumnLinear):
-                    new.deferred = uses[id(old.weight)] == 1
-                replaced[id(old)] = new.train(old.training)
-            parent, _, attribute = name.rpartition(".")
-            module = model.get_submodule(parent)
-            setattr(module, attribute, replaced[id(old)])
-            if isinstance(style.heads, str):
-                counts.add((module, style.heads))
-        for module, attribute in counts:
-            setattr(module, attribute, getattr(module, attribute) // tp.size)
-        self.time_cuts.connect(model, tp_in_time, here)
-
-        def forget(*_: Any) -> None:
-            tp.forget()
-            tp_in_time.forget()
-
-        # no column layer outside of a module of the sequence takes what layers inside share
-        for module in map(model.get_submodule, local):
-            module.register_forward_hook(forget)
-
-
-# ── how they are cut ──
-
-
-def shard_of(
-    name: str, module: nn.Module, style: Style, size: int, modules: Mapping[str, nn.Module]
-) -> Shard:
-    """Return the cut of the module's weight. Raises ValueError if heads or parts don't fit."""
-    if isinstance(module, nn.Embedding):
-        return Shard(0, tuple(split_sizes(module.num_embeddings, size)))
-    assert isinstance(module, nn.Linear)
-    if style.name == "row":
-        return Shard(1, tuple(split_sizes(module.in_features, size)))
-    around, parts, heads = modules[name.rpartition(".")[0]], style.parts, style.heads
-    part, rest = divmod(module.out_features, parts)
-    if rest:
+    plan = by_names(model)
+    for inner in inner_chains(model, chain):
+        plan |= {name: style for name, style in pairs(inner).items() if style != GATHERED}
+    if chain is not None:
+        entries = chain
+        if cut_head and is_plain_linear(chain[-1][1]):
+            plan |= vocabulary(chain)
+            entries = chain[:-1]
+        if not any(isinstance(m, nn.Embedding) or list(m.children()) for _, m in chain):
+            plan |= pairs(entries)
+    if not plan:
         raise ValueError(
-            f"plan: {name!r} has {module.out_features} outputs, which can't be cut into "
-            f"{parts} equal parts (parts={parts})"
+            f'plan="auto" found nothing to cut in {type(model).__name__}: expected an '
+            "nn.Sequential of linear layers, or modules named query, key, value, out (with a "
+            "head_width or num_heads) or up, down, or as in LLaMA or GPT-2. "
+            'Pass a plan: {"name of a module": "column" or "row", …}'
         )
-    if isinstance(heads, str):
-        if (count := whole_number(vars(around).get(heads))) is None:
-            raise ValueError(
-                f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} "
-                f"around it has no attribute {heads!r} that is a whole number: expected the "
-                "attribute with which its code counts heads, or how many there are"
-            )
-        heads = count
-    if heads is None and style.name == "column":
-        width = head_width(around)
-        heads = part // width if width and part % width == 0 else None
-    if heads is not None and part % heads:
-        raise ValueError(
-            f"plan: {name!r} has {part} outputs{' per part' * (parts > 1)}, which can't be cut "
-            f"into {heads} equal heads (heads={heads})"
-        )
-    if heads is not None and heads % size:
-        raise ValueError(
-            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: expected "
-            f"a tensor axis that divides {heads}, or a plan without the layers of this module"
-        )
-    return cut_heads(module.out_features, size, heads, parts)
+    return plan
 
 
-def placements_of(
-    model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
-) -> dict[str, Shard]:
-    """Return the cut of each parameter. Raises ValueError if a tied one would have two."""
-    names, found = first_names(model), dict[int, tuple[str, Shard | None]]()
+def pairs(chain: Chain) -> dict[str, Style]:
+    """Make linear layers with only elementwise functions between them column and row."""
+    plan: dict[str, Style] = {}
+    waiting = None  # the column layer that has no row yet
+    times_used = Counter(id(module) for _, module in chain)
+    for name, module in chain:
+        if is_plain_linear(module) and times_used[id(module)] == 1:
+            if waiting is None:
+                plan[name], waiting = GATHERED, name
+            else:
+                plan[waiting], plan[name], waiting = COLUMN, ROW, None
+        elif not isinstance(module, ELEMENTWISE):
+            waiting = None
+    return plan
+
+
+def by_names(model: nn.Module) -> dict[str, Style]:
+    """Return the styles of the layers whose names are in the table."""
+    plan: dict[str, Style] = {}
+    linear = {name: m for name, m in model.named_modules() if is_plain_linear(m)}
     for name, module in model.named_modules():
-        style = styles.get(names[id(module)])
-        for kind, p in module.named_parameters(recurse=False):
-            cut = style is not None and (kind == "weight" or style.name != "row")
-            this = f"{name}.{kind}".strip("."), shards[name] if cut else None
-            first = found.setdefault(id(p), this)
-            if first[1] != this[1]:
-                ways = [f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)]
-                raise ValueError(
-                    f"plan: {first[0]!r} and {this[0]!r} are tied (one parameter), but the plan "
-                    f"cuts {ways[0]} and {ways[1]}: expected the same for both, such as an "
-                    'embedding and a head that are both "vocabulary"'
-                )
-    return {name: shard for name, shard in found.values() if shard is not None}
+        for names, styles_of in TABLE.items():
+            paths = [f"{name}.{n}".strip(".") for n in names.replace("→", "").split()]
+            if linear.keys() >= set(paths):
+                *columns, row = (linear[path] for path in paths)
+                plan = dict(zip(paths, styles_of(module, columns, row))) | plan
+    return plan
 
 
-def check_loss(model: nn.Module, styles: Mapping[str, Style], cut_head: bool) -> bool:
-    """Return whether the logits stay cut. Raises ValueError if the loss does not fit that."""
-    linears = (name for name in styles if isinstance(model.get_submodule(name), nn.Linear))
-    heads = [name for name in linears if styles[name].name == "vocabulary"]
-    if heads and not cut_head:
-        raise ValueError(
-            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be '
-            "p101.vocabulary_cross_entropy; or leave this layer out of the plan, or give it the "
-            'style "column_gather"'
-        )
-    if cut_head and not heads:
-        raise ValueError(
-            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the plan "
-            'cuts no head: give the last linear layer the style "vocabulary", or use another loss'
-        )
-    return bool(heads)
+def heads(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
+    """Return the styles of an attention; [] if its heads can't be told."""
+    parts = 3 if len(columns) == 1 else 1
+    counts = [
+        heads_of(module, layer.out_features // parts, key_or_value=layer is not columns[0])
+        for layer in columns
+    ]
+    if None in counts or columns[0].out_features != parts * row.in_features:
+        return []
+    return [*(column(parts=parts, heads=count) for count in counts), ROW]
 
 
-# ── this rank's ──
+def features(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
+    """Return the styles of a feed-forward; [] if it has other widths."""
+    alike = all(layer.out_features == row.in_features for layer in columns)
+    return [*[COLUMN] * len(columns), ROW] if alike else []
 
 
-def layer(
-    old: nn.Module,
-    style: Style,
-    sizes: Sequence[int],
-    position: int,
-    tp: TensorGroup,
-    block: Callable[[Any], Any],
-) -> nn.Module:
-    """Return the layer that takes a module's place. `block`: this rank's part of a parameter."""
-    if isinstance(old, nn.Embedding):
-        start, padding = sum(sizes[:position]), old.padding_idx
-        if padding is not None:
-            padding = padding - start if 0 <= padding - start < sizes[position] else None
-        table = VocabularyEmbedding(block(old.weight), start, padding, tp)
-        table.register_forward_pre_hook(partial(check_tokens, old.num_embeddings))
-        return table
-    if style.name == "row":
-        return RowLinear(block(old.weight), old.bias, tp)  # type: ignore[arg-type]
-    column = ColumnLinear(block(old.weight), block(old.bias), tp)
-    if style.name == "column_gather":
-        column.register_forward_hook(lambda _, args, y: tp.join(y, sizes))
-    return column
+def whole(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
+    """Return the styles of layers between which the code needs all features."""
+    return [GATHERED] * (len(columns) + 1)
 
 
-def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
-    (tokens,) = args
-    if tokens.is_meta or not tokens.numel():
-        return
-    if not (tokens.min() >= 0 and tokens.max() < rows):
-        raise IndexError(
-            f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
-        )
+# the layers whose outputs are cut → the layer that takes them, and how they are cut: into heads
+# (one layer has query, key and value side by side) or into features
+TABLE: Mapping[str, Callable[[nn.Module, Sequence[nn.Linear], nn.Linear], list[Style]]] = {
+    "query key value → out": heads,
+    "q_proj k_proj v_proj → o_proj": heads,  # LLaMA
+    "wq wk wv → wo": heads,  # LLaMA in Meta's code
+    "to_q to_k to_v → to_out": heads,
+    "to_qkv → to_out": heads,
+    "to_qkv → to_out.0": heads,
+    "qkv → proj": heads,
+    "qkv → out": heads,
+    "c_attn → c_proj": whole,  # GPT-2: see above
+    "gate up → down": features,
+    "up → down": features,
+    "c_fc → c_proj": features,  # GPT-2
+    "gate_proj up_proj → down_proj": features,  # LLaMA
+    "w1 w3 → w2": features,
+}
 
 
-def is_below(name: str, modules: Collection[str]) -> bool:
-    """Return whether a module is one of these, or inside one; "" is the whole model."""
-    return any(f"{name}.".startswith(f"{module}.") or not module for module in modules)
+def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return isinstance(module, nn.Linear) and is_plain(module)
+
+
+def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int | None:
+    """Return the attribute that counts the heads of these outputs, else their number; None if
+    the module tells neither.
+    """
+    width = head_width(module)
+    for name in (*KEY_VALUE_HEADS.split() * key_or_value, *HEADS.split()):
+        count = whole_number(vars(module).get(name))
+        if count and (count * width == outputs if width else outputs % count == 0):
+            return name
+    return outputs // width if width and outputs % width == 0 else None
+
+
+def head_width(module: nn.Module) -> int | None:
+    """Return the number of features of a head, if one of the module's attributes gives it."""
+    values = (whole_number(getattr(module, name, None)) for name in HEAD_WIDTHS.split())
+    return next(filter(None, values), None)
+
+
+def whole_number(value: object) -> int | None:
+    """Return the value of an attribute if it is a whole number, 1 or more, else None."""
+    return value if type(value) is int and value > 0 else None
+
+
+def vocabulary(chain: Chain) -> dict[str, Style]:
+    """Return styles for the head and the token embedding in the first module: the one tied to
+    the head, else the first with as many rows. (A table of positions may happen to have as many.)
+    """
+    (first, embedding), (last, head) = chain[0], chain[-1]
+    tables = [
+        (module.weight is not head.weight, f"{first}.{name}".strip("."))
+        for name, module in embedding.named_modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == head.out_features
+    ]
+    tables.sort(key=lambda table: table[0])
+    return dict.fromkeys([last, *(name for _, name in tables[:1])], Style("vocabulary"))
+
+
+# ── the order of a model's modules, where the model tells it ──
+
+
+def chain_of(model: nn.Module) -> Chain | None:
+    """Return the modules whose composition is the model's forward, those of an nn.Sequential one
+    by one: embedding, blocks.0, …, norm, head of a GPT. None if the model does not tell.
+    """
+    if (modules := order_of(model)) is None:
+        return None
+    names = first_names(model)
+    return [(names.get(id(module), ""), module) for entry in modules for module in flat(entry)]
+
+
+def flat(module: nn.Module) -> Iterator[nn.Module]:
+    for entry in module if type(module) is nn.Sequential else ():
+        yield from flat(entry)
+    if type(module) is not nn.Sequential:
+        yield module
+
+
+def first_names(model: nn.Module) -> dict[int, str]:
+    """Return the first name of each module, by its id."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def inner_chains(model: nn.Module, outer: Chain | None) -> list[Chain]:
+    """Return every nn.Sequential inside of the model that belongs neither to the outer chain nor
+    to another nn.Sequential.
+    """
+    seen, names, found = {id(module) for _, module in outer or []}, first_names(model), []
+    for module in model.modules():
+        entries = list(flat(module)) if type(module) is nn.Sequential else []
+        if entries and not any(id(entry) in seen for entry in entries):
+            found.append([(names[id(entry)], entry) for entry in entries])
+            seen.update(map(id, entries))
+    return found

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel101.trainers.tensor.auto_plan import Chain
-from parallel101.trainers.tensor.styles import Style
+from parallel101.trainers.tensor.plan import Chain, Style
 from parallel101.trainers.tensor.tensor_group import SequenceGroup
 from parallel101.trainers.tensor_parallel import VocabularyEmbedding
 

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel101.trainers.batches import count_samples, join, map_tensors, tensors_of
 from parallel101.trainers.layout import SAMPLES
+from parallel101.trainers.losses import NoTargets
+from parallel101.trainers.memory import readable
+from parallel101.trainers.options import Trainer
 from parallel101.trainers.step import clip, compute_gradients, gradient_norm
-from parallel101.trainers.support.arguments import Trainer
-from parallel101.trainers.support.batches import count_samples, join, map_tensors, tensors_of
-from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
-from parallel101.trainers.support.losses import NoTargets
-from parallel101.trainers.support.memory import readable
+from parallel101.trainers.training_loop import evaluate_share, evaluation_mode
 from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import (

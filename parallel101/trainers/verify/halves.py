@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.trainers.support.arguments import LossFn
-from parallel101.trainers.support.batches import Batch, map_tensors, split, tensors_of
-from parallel101.trainers.support.losses import loss_and_weight
+from parallel101.trainers.batches import Batch, map_tensors, split, tensors_of
+from parallel101.trainers.losses import loss_and_weight
+from parallel101.trainers.options import LossFn
 from parallel101.trainers.verify.one_process import WholeModel
 
 EXACT = 1e-9  # relative; rounding in float64 is less

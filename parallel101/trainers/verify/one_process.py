@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from parallel101.trainers.batches import Batch, call, cast, count_samples, map_tensors
 from parallel101.trainers.gradient_sync import dense_gradient
+from parallel101.trainers.losses import loss_and_weight
+from parallel101.trainers.options import LossFn, Trainer
 from parallel101.trainers.precision import Precision
-from parallel101.trainers.support.arguments import LossFn, Trainer
-from parallel101.trainers.support.batches import Batch, call, cast, count_samples, map_tensors
-from parallel101.trainers.support.fit import evaluating
-from parallel101.trainers.support.losses import loss_and_weight
+from parallel101.trainers.training_loop import evaluating
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.snapshot import MISSING, seed_all
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from parallel101.spans import unrecorded
 from parallel101.trainers.agreement import Agreement, tensors_of
+from parallel101.trainers.batches import Batch
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.support.arguments import LossFn, Trainer, loss_over
-from parallel101.trainers.support.batches import Batch
-from parallel101.trainers.support.losses import Losses, check_shares
-from parallel101.trainers.support.memory import readable
+from parallel101.trainers.losses import Losses, check_shares
+from parallel101.trainers.memory import readable
+from parallel101.trainers.options import LossFn, Trainer, loss_over
 from parallel101.trainers.verify.compare import Comparison
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import problem_of_loss

@@ -1,4 +1,5 @@
-"""The layers of a model, which are gathered one at a time: which they are, and which is next.
+"""The layers of a model: their order, where the model tells it, and which ZeRO-3 gathers one at a
+time.
 
 GPT      embedding  blocks.0  blocks.1 …  norm  head      its own `sequence()`
 MLP      layers.0  layers.1 …                             what a ModuleList or Sequential holds,
@@ -12,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-
-from parallel101.trainers.pipeline.split import sequence_of
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -100,3 +99,42 @@ def share_out(
         for layer in layers
     }
     return own, {name: p for name, p in parameters.items() if len(users[p]) != 1}
+
+
+def sequence_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return the list of the model's `.sequence()`; None if it has no such method.
+
+    Raises ValueError if not all of it are modules.
+    """
+    sequence: Any = getattr(model, "sequence", None)
+    if not callable(sequence) or isinstance(sequence, nn.Module):  # a module may have this name too
+        return None
+    entries = list(sequence())
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, nn.Module):
+            raise ValueError(
+                f"{type(model).__name__}.sequence() has a {type(entry).__name__} in position "
+                f"{place} ({getattr(entry, '__name__', entry)}): "
+                "expected modules only, such as nn.ReLU() for torch.relu, or a module of your "
+                "own whose forward calls the function"
+            )
+    return entries
+
+
+def order_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return the modules whose composition is the model's forward; None if it doesn't tell."""
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return list(model)
+    return sequence_of(model)
+
+
+def entries_of(model: nn.Module) -> list[nn.Module]:
+    """Return the same. Raises ValueError if the model doesn't tell."""
+    if (entries := order_of(model)) is not None:
+        return entries
+    raise ValueError(
+        f"a {type(model).__name__} can't be cut into pipeline stages: expected an "
+        "nn.Sequential without a forward of its own, or a model "
+        "with a method .sequence() that returns the modules whose composition is its forward, "
+        "in order"
+    )

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import Axes
-from parallel101.trainers.support.arguments import LossFn, Trainer
-from parallel101.trainers.support.batches import (
+from parallel101.trainers.batches import (
     Batch,
     check_pair,
     count_samples,
@@ -31,6 +29,8 @@ from parallel101.trainers.support.batches import (
     number_of_shape,
     number_of_values,
 )
+from parallel101.trainers.layout import Axes
+from parallel101.trainers.options import LossFn, Trainer
 
 # ── shares, before the first message of a step ──
 

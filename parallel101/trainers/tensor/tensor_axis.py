@@ -1,0 +1,280 @@
+"""The axis tp: the style of each module, checks that it can work, and the cut
+of each parameter.
+
+plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, beside the model
+before    modules and sizes are named, and what cannot work is refused; nothing is sent or changed
+cut       puts this rank's layers (../tensor_parallel.py) in the modules' places
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel101.mesh import Group, split_sizes
+from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.layout import Axes, Shard
+from parallel101.trainers.options import Options, is_vocabulary_loss
+from parallel101.trainers.tensor.plan import (
+    Style,
+    auto_plan,
+    chain_of,
+    first_names,
+    head_width,
+    match,
+    whole_number,
+)
+from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
+from parallel101.trainers.tensor.tensor_group import SequenceGroup, TensorGroup
+from parallel101.trainers.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    VocabularyEmbedding,
+    cut_heads,
+)
+
+
+class TensorAxis(Axis):
+    """The axis tp: a plan for one model and one number of ranks.
+
+    Args:
+        model: the whole model.
+        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is
+            cut.
+        options: `plan` is a dict from names of modules to styles, where `*` matches one or more
+            parts of a name, or "auto": from the model's structure.
+
+    Attributes:
+        styles: name of a module → its style.
+        time_cuts: where sequence parallel cuts activations.
+
+    Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
+    that does not fit.
+    """
+
+    name = "tp"
+    placements: dict[str, Shard]
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, axes: Axes, options: Options
+    ):
+        self.axes, self.options, self.algorithm = axes, options, options.algorithms(axes)
+        chain, cut_head, plan = chain_of(model), is_vocabulary_loss(loss_fn), options.tensor_plan
+        if isinstance(plan, str):
+            if plan != "auto":
+                raise ValueError(
+                    f'plan={plan!r}: expected "auto" or a dict from names of modules to styles'
+                )
+            styles = auto_plan(model, chain, cut_head)
+        else:
+            styles = match(plan or {}, model)
+        modules = dict(model.named_modules())
+        self.styles = {name: styles[name] for name in modules if name in styles}
+        shards = {
+            name: shard_of(name, modules[name], style, axes.sizes["tp"], modules)
+            for name, style in self.styles.items()
+        }
+        self.cuts_logits = check_loss(model, self.styles, cut_head)
+        self.placements = placements_of(model, self.styles, shards)
+        in_time = options.sequence_parallel
+        self.time_cuts = time_cuts(model, chain, self.styles) if in_time else TimeCuts()
+
+    def describe(self) -> Iterator[str]:
+        """Yield a line for each way of cutting modules: "blocks.*.mlp.up (4 modules): column"."""
+        ways: dict[tuple[str, str], int] = {}
+        for name, style in self.styles.items():
+            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            key = name if alike.strip("*.") == "" else alike, str(style)
+            ways[key] = ways.get(key, 0) + 1
+        for (names, way), count in ways.items():
+            yield f"{names}{f' ({count} modules)' if count > 1 else ''}: {way}"
+
+    def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
+        """Yield the parameters that see some positions only: each rank's gradient is a part."""
+        if partial := [name for name in names if name in self.time_cuts.partial]:
+            yield partial, self.axes.along(["tp"])
+
+    def cut(self, model: nn.Module, stages: OneStage) -> None:
+        """Put this rank's layers in the places of the modules, with this rank's blocks of their
+        parameters.
+        """
+        group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
+        tp = TensorGroup(group, self.algorithm, self.options.overlap)
+        tp_in_time = SequenceGroup(
+            group, self.algorithm, self.options.overlap, self.options.regather
+        )
+        named = list(model.named_modules(remove_duplicate=False))
+        here = {name for name, _ in named if is_below(name, local)}
+        uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
+        names = first_names(model)
+        name_of = {id(p): name for name, p in model.named_parameters()}
+        blocks: dict[int, nn.Parameter] = {}  # of a parameter: tied ones stay one object
+
+        def block(p: Any) -> Any:
+            if p is None or name_of[id(p)] not in self.placements:
+                return p
+            if id(p) not in blocks:
+                mine = self.placements[name_of[id(p)]].cut(p.detach(), position)
+                mine = mine.clone(memory_format=torch.contiguous_format)
+                blocks[id(p)] = nn.Parameter(mine, p.requires_grad)
+            return blocks[id(p)]
+
+        replaced: dict[int, nn.Module] = {}
+        counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
+        for name, old in named:
+            style = self.styles.get(names[id(old)])
+            if style is None or name not in here:
+                continue
+            if id(old) not in replaced:
+                in_time = names[id(old)] in self.time_cuts.cut_time
+                sizes = self.placements[name_of[id(old.weight)]].sizes
+                new = layer(old, style, sizes, position, tp_in_time if in_time else tp, block)
+                if isinstance(new, ColumnLinear):
+                    new.deferred = uses[id(old.weight)] == 1
+                replaced[id(old)] = new.train(old.training)
+            parent, _, attribute = name.rpartition(".")
+            module = model.get_submodule(parent)
+            setattr(module, attribute, replaced[id(old)])
+            if isinstance(style.heads, str):
+                counts.add((module, style.heads))
+        for module, attribute in counts:
+            setattr(module, attribute, getattr(module, attribute) // tp.size)
+        self.time_cuts.connect(model, tp_in_time, here)
+
+        def forget(*_: Any) -> None:
+            tp.forget()
+            tp_in_time.forget()
+
+        # no column layer outside of a module of the sequence takes what layers inside share
+        for module in map(model.get_submodule, local):
+            module.register_forward_hook(forget)
+
+
+# ── how they are cut ──
+
+
+def shard_of(
+    name: str, module: nn.Module, style: Style, size: int, modules: Mapping[str, nn.Module]
+) -> Shard:
+    """Return the cut of the module's weight. Raises ValueError if heads or parts don't fit."""
+    if isinstance(module, nn.Embedding):
+        return Shard(0, tuple(split_sizes(module.num_embeddings, size)))
+    assert isinstance(module, nn.Linear)
+    if style.name == "row":
+        return Shard(1, tuple(split_sizes(module.in_features, size)))
+    around, parts, heads = modules[name.rpartition(".")[0]], style.parts, style.heads
+    part, rest = divmod(module.out_features, parts)
+    if rest:
+        raise ValueError(
+            f"plan: {name!r} has {module.out_features} outputs, which can't be cut into "
+            f"{parts} equal parts (parts={parts})"
+        )
+    if isinstance(heads, str):
+        if (count := whole_number(vars(around).get(heads))) is None:
+            raise ValueError(
+                f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} "
+                f"around it has no attribute {heads!r} that is a whole number: expected the "
+                "attribute with which its code counts heads, or how many there are"
+            )
+        heads = count
+    if heads is None and style.name == "column":
+        width = head_width(around)
+        heads = part // width if width and part % width == 0 else None
+    if heads is not None and part % heads:
+        raise ValueError(
+            f"plan: {name!r} has {part} outputs{' per part' * (parts > 1)}, which can't be cut "
+            f"into {heads} equal heads (heads={heads})"
+        )
+    if heads is not None and heads % size:
+        raise ValueError(
+            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: expected "
+            f"a tensor axis that divides {heads}, or a plan without the layers of this module"
+        )
+    return cut_heads(module.out_features, size, heads, parts)
+
+
+def placements_of(
+    model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
+) -> dict[str, Shard]:
+    """Return the cut of each parameter. Raises ValueError if a tied one would have two."""
+    names, found = first_names(model), dict[int, tuple[str, Shard | None]]()
+    for name, module in model.named_modules():
+        style = styles.get(names[id(module)])
+        for kind, p in module.named_parameters(recurse=False):
+            cut = style is not None and (kind == "weight" or style.name != "row")
+            this = f"{name}.{kind}".strip("."), shards[name] if cut else None
+            first = found.setdefault(id(p), this)
+            if first[1] != this[1]:
+                ways = [f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)]
+                raise ValueError(
+                    f"plan: {first[0]!r} and {this[0]!r} are tied (one parameter), but the plan "
+                    f"cuts {ways[0]} and {ways[1]}: expected the same for both, such as an "
+                    'embedding and a head that are both "vocabulary"'
+                )
+    return {name: shard for name, shard in found.values() if shard is not None}
+
+
+def check_loss(model: nn.Module, styles: Mapping[str, Style], cut_head: bool) -> bool:
+    """Return whether the logits stay cut. Raises ValueError if the loss does not fit that."""
+    linears = (name for name in styles if isinstance(model.get_submodule(name), nn.Linear))
+    heads = [name for name in linears if styles[name].name == "vocabulary"]
+    if heads and not cut_head:
+        raise ValueError(
+            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be '
+            "p101.vocabulary_cross_entropy; or leave this layer out of the plan, or give it the "
+            'style "column_gather"'
+        )
+    if cut_head and not heads:
+        raise ValueError(
+            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the plan "
+            'cuts no head: give the last linear layer the style "vocabulary", or use another loss'
+        )
+    return bool(heads)
+
+
+# ── this rank's ──
+
+
+def layer(
+    old: nn.Module,
+    style: Style,
+    sizes: Sequence[int],
+    position: int,
+    tp: TensorGroup,
+    block: Callable[[Any], Any],
+) -> nn.Module:
+    """Return the layer that takes a module's place. `block`: this rank's part of a parameter."""
+    if isinstance(old, nn.Embedding):
+        start, padding = sum(sizes[:position]), old.padding_idx
+        if padding is not None:
+            padding = padding - start if 0 <= padding - start < sizes[position] else None
+        table = VocabularyEmbedding(block(old.weight), start, padding, tp)
+        table.register_forward_pre_hook(partial(check_tokens, old.num_embeddings))
+        return table
+    if style.name == "row":
+        return RowLinear(block(old.weight), old.bias, tp)  # type: ignore[arg-type]
+    column = ColumnLinear(block(old.weight), block(old.bias), tp)
+    if style.name == "column_gather":
+        column.register_forward_hook(lambda _, args, y: tp.join(y, sizes))
+    return column
+
+
+def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
+    (tokens,) = args
+    if tokens.is_meta or not tokens.numel():
+        return
+    if not (tokens.min() >= 0 and tokens.max() < rows):
+        raise IndexError(
+            f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
+        )
+
+
+def is_below(name: str, modules: Collection[str]) -> bool:
+    """Return whether a module is one of these, or inside one; "" is the whole model."""
+    return any(f"{name}.".startswith(f"{module}.") or not module for module in modules)
