@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel101.trainers.history import History
 from parallel101.trainers.options import Trainer, mark_as_cut, need_numbers
-from parallel101.trainers.training_loop import History
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}

@@ -19,7 +19,7 @@ from parallel101.laboratory.publish.tools.schedule_builder_page import (
     schedule_builder_page,
     score,
 )
-from parallel101.trainers.schedules.with_messages import with_messages
+from parallel101.trainers.schedules.actions import with_messages
 from tests.browser.browser import Browser
 
 pytestmark = pytest.mark.browser

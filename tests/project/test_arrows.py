@@ -206,7 +206,7 @@ def test_the_subject_needs_torch_and_tqdm_only():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 libraries.add(node.module.split(".")[0])
         # when plot() is called
-        optional = {"matplotlib"} if module == "trainers.training_loop" else set()
+        optional = {"matplotlib"} if module == "trainers.history" else set()
         optional |= {"keras"} if room(module) == "keras" else set()
         known = {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional
         assert libraries <= known, module

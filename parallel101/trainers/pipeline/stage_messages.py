@@ -24,9 +24,14 @@ from parallel101.collectives.meta_device import numbers_device
 from parallel101.spans import wait_span
 from parallel101.trainers.batches import Batch, count_samples, number_of_shape
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
-from parallel101.trainers.schedules.check import Placement, partner
-from parallel101.trainers.schedules.with_messages import receive_for
+from parallel101.trainers.schedules.actions import (
+    COMMUNICATION,
+    Action,
+    Placement,
+    ScheduleError,
+    partner,
+    receive_for,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8

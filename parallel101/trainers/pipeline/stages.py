@@ -25,8 +25,8 @@ from parallel101.trainers.model_layers import entries_of
 from parallel101.trainers.options import Options, check_model
 from parallel101.trainers.pipeline.stage_messages import Messages
 from parallel101.trainers.pipeline_parallel import Pipeline, Stage
+from parallel101.trainers.schedules.actions import with_messages
 from parallel101.trainers.schedules.schedule import schedule_for
-from parallel101.trainers.schedules.with_messages import with_messages
 
 
 class PipelineStages(OneStage):

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "I", "W")
@@ -65,3 +66,132 @@ class Action(NamedTuple):
     def computed(self) -> tuple[Action, ...]:
         """Return what is computed: the action itself, or the parts of an overlap."""
         return self.parts or (self,)
+
+
+Ranks = Sequence[Sequence[Action]]
+Placement = Mapping[int, int]  # global stage → rank
+
+
+def lists_messages(actions: Iterable[Action]) -> bool:
+    """Return whether the lists have sends and receives. Otherwise results arrive by themselves."""
+    return any(action.kind in COMMUNICATION for action in actions)
+
+
+def needs(
+    action: Action, placement: Placement, where: Collection[Action], listed: bool
+) -> list[Action]:
+    """Return the actions that must be done before this one can be.
+
+    Args:
+        where: all actions.
+        listed: see lists_messages, which looks through all actions once.
+    """
+    stage, kind, i = action[:3]
+
+    def computes(send: Action) -> Action:
+        whole = Action(send.stage, send.kind[-1], i)
+        return whole if whole in where else Action(send.stage, "I", i)
+
+    if kind in ("SEND_F", "SEND_B"):
+        return [computes(action)]
+    if kind == "W":
+        return [Action(stage, "I", i)]
+    needed = [Action(stage, "F", i)] if kind in ("B", "I") else []
+    if send := awaits(action, len(placement)):
+        message = listed and placement[send.stage] != placement[stage]
+        needed.append(partner(send) if message else computes(send))
+    return needed  # nothing for a receive, which can be posted at any time
+
+
+def awaits(action: Action, stages: int) -> Action | None:
+    """Return the send of what this action needs from the stage before or after it, or None."""
+    stage, kind, i = action[:3]
+    if kind == "F" and stage > 0:
+        return Action(stage - 1, "SEND_F", i)
+    if kind in ("B", "I") and stage + 1 < stages:
+        return Action(stage + 1, "SEND_B", i)
+    return None
+
+
+def partner(action: Action) -> Action:
+    """Return the other side of a message."""
+    stage, kind, i = action[:3]
+    step = 1 if kind in ("SEND_F", "RECV_B") else -1
+    return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
+
+
+# ── sends and receives for lists that have none, so that messages overlap compute ──
+#
+#     compute only          2F0              2F1              2B0
+#     with messages   RECV_F0  RECV_F1  2F0  SEND_F0  RECV_B0  2F1  …
+#
+# A result is sent once it is computed. A receive is posted one action ahead: before an action is
+# computed, the receive of the next action that needs one is posted. Receives from one rank are
+# posted in the order in which that rank sends, since NCCL has no tags.
+
+
+def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
+    """Return the lists with their sends and receives, and with overlaps split up.
+
+    Lists that have sends already keep their order.
+    """
+    apart = [[part for action in of_rank for part in action.computed()] for of_rank in ranks]
+    if any(map(lists_messages, ranks)):
+        return apart
+    sent = [[list(sends(action, placement)) for action in of_rank] for of_rank in apart]
+    # by receiver and sender, in the sender's order
+    expected: dict[int, dict[int, list[Action]]] = {rank: {} for rank in range(len(ranks))}
+    for source, of_rank in enumerate(sent):
+        for send in sum(of_rank, []):
+            receive = partner(send)
+            expected[placement[receive.stage]].setdefault(source, []).append(receive)
+    return [
+        list(posted_ahead(apart[rank], sent[rank], expected[rank], placement))
+        for rank in range(len(ranks))
+    ]
+
+
+def posted_ahead(
+    actions: list[Action],
+    sent: list[list[Action]],
+    expected: dict[int, list[Action]],
+    placement: Placement,
+) -> Iterator[Action]:
+    """Yield one rank's list. `expected`: each sending rank's receives, in the order it sends."""
+    needed = [receive_for(action, placement) for action in actions]
+    channel = {receive: source for source, receives in expected.items() for receive in receives}
+    waiting = {source: iter(receives) for source, receives in expected.items()}
+    posted: set[Action] = set()
+
+    def post(receive: Action) -> Iterator[Action]:
+        while receive not in posted:
+            posted.add(earlier := next(waiting[channel[receive]]))
+            yield earlier
+
+    # of each action: what the first of the actions behind it needs that needs anything
+    following: list[Action | None] = [None]
+    for receive in reversed(needed[1:]):
+        following.append(receive or following[-1])
+    following.reverse()
+    for place, action in enumerate(actions):
+        for receive in (needed[place], following[place]):
+            if receive is not None:
+                yield from post(receive)
+        yield action
+        yield from sent[place]
+
+
+def receive_for(action: Action, placement: Placement) -> Action | None:
+    """Return the receive of what this action needs from another rank, or None."""
+    send = awaits(action, len(placement))
+    if send is None or placement[send.stage] == placement[action.stage]:
+        return None
+    return partner(send)
+
+
+def sends(action: Action, placement: Placement) -> Iterator[Action]:
+    """Yield the send of what this action computes, if another rank needs it."""
+    if action.kind != "W":
+        send = action._replace(kind="SEND_F" if action.kind == "F" else "SEND_B")
+        if placement.get(partner(send).stage, placement[action.stage]) != placement[action.stage]:
+            yield send

@@ -15,12 +15,18 @@ The example is pytorch issue 172668. time.py computes how long a schedule takes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
-from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
-
-Ranks = Sequence[Sequence[Action]]
-Placement = Mapping[int, int]  # global stage → rank
+from parallel101.trainers.schedules.actions import (
+    COMMUNICATION,
+    Action,
+    Placement,
+    Ranks,
+    ScheduleError,
+    lists_messages,
+    needs,
+    partner,
+)
 
 
 def check(
@@ -102,54 +108,6 @@ def check_complete(
                 raise ScheduleError(
                     f"{stage}{lacks}{i} is missing: stage {stage} has the forward of microbatch {i}"
                 )
-
-
-def lists_messages(actions: Iterable[Action]) -> bool:
-    """Return whether the lists have sends and receives. Otherwise results arrive by themselves."""
-    return any(action.kind in COMMUNICATION for action in actions)
-
-
-def needs(
-    action: Action, placement: Placement, where: Collection[Action], listed: bool
-) -> list[Action]:
-    """Return the actions that must be done before this one can be.
-
-    Args:
-        where: all actions.
-        listed: see lists_messages, which looks through all actions once.
-    """
-    stage, kind, i = action[:3]
-
-    def computes(send: Action) -> Action:
-        whole = Action(send.stage, send.kind[-1], i)
-        return whole if whole in where else Action(send.stage, "I", i)
-
-    if kind in ("SEND_F", "SEND_B"):
-        return [computes(action)]
-    if kind == "W":
-        return [Action(stage, "I", i)]
-    needed = [Action(stage, "F", i)] if kind in ("B", "I") else []
-    if send := awaits(action, len(placement)):
-        message = listed and placement[send.stage] != placement[stage]
-        needed.append(partner(send) if message else computes(send))
-    return needed  # nothing for a receive, which can be posted at any time
-
-
-def awaits(action: Action, stages: int) -> Action | None:
-    """Return the send of what this action needs from the stage before or after it, or None."""
-    stage, kind, i = action[:3]
-    if kind == "F" and stage > 0:
-        return Action(stage - 1, "SEND_F", i)
-    if kind in ("B", "I") and stage + 1 < stages:
-        return Action(stage + 1, "SEND_B", i)
-    return None
-
-
-def partner(action: Action) -> Action:
-    """Return the other side of a message."""
-    stage, kind, i = action[:3]
-    step = 1 if kind in ("SEND_F", "RECV_B") else -1
-    return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
 
 
 def progress(

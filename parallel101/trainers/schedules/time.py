@@ -14,8 +14,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
-from parallel101.trainers.schedules.check import Placement, lists_messages, needs, partner
+from parallel101.trainers.schedules.actions import (
+    COMMUNICATION,
+    Action,
+    Placement,
+    ScheduleError,
+    lists_messages,
+    needs,
+    partner,
+)
 
 Cost = float | Sequence[float]
 
