@@ -46,21 +46,21 @@ class Agreement:
         self.group, self.device = group_of(group), numbers_device(device)
         self.ranks = self.group.ranks
 
-    def numbers(self, *mine: float) -> list[list[float]]:
+    def numbers(self, *here: float) -> list[list[float]]:
         """Return, for each of these numbers, a list of every rank's, by position."""
-        return self.gather_rows([mine], torch.float64).t().tolist()
+        return self.gather_rows([here], torch.float64).t().tolist()
 
-    def objects(self, mine: Any, first_only: bool = False) -> list[Any]:
+    def objects(self, here: Any, first_only: bool = False) -> list[Any]:
         """Return every rank's object, by position: tensors, numbers and texts, in dicts, lists and
         tuples. Without tensors, tuples arrive as lists. With `first_only` the other ranks get [].
         """
         if len(self.ranks) == 1:
-            return [mine]
+            return [here]
         try:
-            content: Any = bytearray(json.dumps(mine).encode())  # a few bytes
+            content: Any = bytearray(json.dumps(here).encode())  # a few bytes
         except TypeError:  # there are tensors
             file = io.BytesIO()
-            torch.save(mine, file)
+            torch.save(here, file)
             content = file.getbuffer()
         data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         sizes = self.gather_rows([len(data)]).tolist()
@@ -78,17 +78,17 @@ class Agreement:
             for raw in packed
         ]
 
-    def same(self, mine: str) -> bool:
+    def same(self, text: str) -> bool:
         """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
-        digest = hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest()
+        digest = hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
         number = int.from_bytes(digest, "big", signed=True)
         return len(set(self.gather_rows([number]).tolist())) == 1
 
-    def gather_rows(self, mine: list, dtype: torch.dtype = torch.int64) -> Tensor:
+    def gather_rows(self, row: list, dtype: torch.dtype = torch.int64) -> Tensor:
         """Return every rank's row."""
-        row = torch.tensor(mine, dtype=dtype, device=self.device)
+        sent = torch.tensor(row, dtype=dtype, device=self.device)
         with wait_span("agree"):
-            return all_gather(row, group=self.group, algorithm=FEW_STEPS)
+            return all_gather(sent, group=self.group, algorithm=FEW_STEPS)
 
     def all_or_none(self, doing: str, work: Callable[[], Any]) -> Any:
         """Return the result of `work()` if it succeeds on all ranks, or raise on all of them."""
@@ -130,14 +130,14 @@ class Agreement:
         """
         if len(self.ranks) == 1:
             return
-        mine = "\n".join(
+        text = "\n".join(
             f"{name}\t{tuple(t.shape)} {t.dtype}\t{_fingerprint(t) if values else ''}"
             for name, t in tensors
         )
-        if self.same(mine):
+        if self.same(text):
             return
         models = [
-            dict(line.split("\t", 1) for line in text.splitlines()) for text in self.objects(mine)
+            dict(line.split("\t", 1) for line in model.splitlines()) for model in self.objects(text)
         ]
         raise ValueError(f"{what}: {_difference(models, self.ranks, advice)}")
 

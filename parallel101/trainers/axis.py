@@ -80,11 +80,11 @@ class OneStage(Axis):
 
     Attributes:
         on_stages: name of each parameter and buffer → the stages that use it.
-        mine: this rank's stages. parts: stage → its modules, once the model is cut.
+        local: this rank's stages. parts: stage → its modules, once the model is cut.
         microbatches: in a step.
     """
 
-    name, mine = "pp", frozenset({0})
+    name, local = "pp", frozenset({0})
 
     def __init__(self, model: nn.Module, axes: Axes, options: Options):
         self.on_stages: Mapping[str, Sequence[int]] = {name: [0] for name, _ in tensors_of(model)}
@@ -138,7 +138,7 @@ class DataAxis(Axis):
     def cut(self, model: nn.Module, stages: OneStage) -> None:
         tensors, on_stages = dict(tensors_of(model)), stages.on_stages
         self.local = {
-            name: tensors[name] for name, of in on_stages.items() if stages.mine.intersection(of)
+            name: tensors[name] for name, used in on_stages.items() if stages.local & {*used}
         }
         here = [name for name in self.trained if name in self.local]
         self.after = [names for axis in self.others for names in axis.sums(here)]
@@ -147,16 +147,16 @@ class DataAxis(Axis):
         lines = {names: self.axes.along(names) for names in set(over.values())}
         by_stages: dict[frozenset[int], dict[str, nn.Parameter]] = {}
         for name in here:
-            p, of = self.local[name], stages.mine.intersection(on_stages[name])
+            p, used = self.local[name], stages.local.intersection(on_stages[name])
             assert isinstance(p, nn.Parameter)
-            by_stages.setdefault(of, {})[name] = p
+            by_stages.setdefault(used, {})[name] = p
         groups = {name: lines[over[name]] for name in here}
 
         def synchronize() -> Syncs:
             return [
-                (of, sync)
-                for of, parameters in by_stages.items()
-                for sync in self.of_stages([stages.parts[s] for s in of], parameters, groups)
+                (used, sync)
+                for used, parameters in by_stages.items()
+                for sync in self.of_stages([stages.parts[s] for s in used], parameters, groups)
             ]
 
         # without stages all ranks have the same modules, and so the same errors

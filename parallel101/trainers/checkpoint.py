@@ -105,9 +105,9 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
     tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
-    found = [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
+    read_tensors = [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
     trainer.agree.check_same(
-        found,
+        read_tensors,
         f"the ranks read different contents from {path}",
         "expected one file, or copies of it",
     )

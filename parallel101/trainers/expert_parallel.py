@@ -90,11 +90,11 @@ def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group)
     with wait_span("counts"):
         arriving = all_to_all(counts, split_sizes=sizes, group=group, algorithm="direct")
     arriving = arriving.view(group.size, -1)  # from each rank, for each of my experts
-    mine = torch.arange(arriving.shape[1], device=counts.device).repeat(group.size)
+    experts = torch.arange(arriving.shape[1], device=counts.device).repeat(group.size)
     return RowCounts(
         sent=[int(part.sum()) for part in counts.split(list(sizes))],
         received=arriving.sum(1).tolist(),
-        choice=mine.repeat_interleave(arriving.flatten()).to(choice.device),
+        choice=experts.repeat_interleave(arriving.flatten()).to(choice.device),
         group=group,
     )
 

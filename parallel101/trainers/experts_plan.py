@@ -41,19 +41,19 @@ class ExpertsAxis(Axis):
         named = {name: module for name, module in model.named_modules() if name}
         ranks, self.axes, patterns = axes.sizes["ep"], axes, options.experts_plan
         if not patterns:
-            found = [name for name in named if name.rpartition(".")[2] == EXPERTS]
-            if not found:
+            chosen = [name for name in named if name.rpartition(".")[2] == EXPERTS]
+            if not chosen:
                 raise ValueError(
                     f"the mesh has an axis ep, but {type(model).__name__} has no module named "
                     '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
                 )
         else:
             matched = {name for p in patterns for name in names_of(p, list(named))}
-            found = [name for name in named if name in matched]
-        found = [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
+            chosen = [name for name in named if name in matched]
+        chosen = [name for name in chosen if not any(name.startswith(f"{n}.") for n in chosen)]
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         self.sizes, self.placements = {}, {}
-        for name in found:
+        for name in chosen:
             count = check_experts(name, named[name], ranks, uses)
             self.sizes[name] = tuple(split_sizes(count, ranks))
             for of_module, _ in named[name].named_parameters(prefix=name):
@@ -66,8 +66,8 @@ class ExpertsAxis(Axis):
             module = model.get_submodule(name)
             for part in module.modules():
                 for of_part, p in part.named_parameters(recurse=False):
-                    mine = Shard(0, sizes).cut(p.detach(), position).clone()
-                    setattr(part, of_part, nn.Parameter(mine, p.requires_grad))
+                    block = Shard(0, sizes).cut(p.detach(), position).clone()
+                    setattr(part, of_part, nn.Parameter(block, p.requires_grad))
             module.forward = partial(experts_over_ranks, module.forward, sizes=sizes, group=group)
 
     def describe(self) -> Iterator[str]:

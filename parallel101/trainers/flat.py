@@ -129,13 +129,13 @@ class Flat:
         self.padding = block * n - sum(sizes)
         self.cuts = [*sizes, self.padding]
         whole = torch.cat([*(p.reshape(-1) for p in values), values[0].new_zeros(self.padding)])
-        mine = whole.view(n, block)[position]
+        block_here = whole.view(n, block)[position]
         self.whole: Tensor | None = whole
         self.arriving: AsyncCollective | None = None
-        self.shard = mine if weights else mine.clone()
+        self.shard = block_here if weights else block_here.clone()
         of_gradients = next(iter(parameters.values())).grad_dtype
         self.whole_grad = torch.zeros_like(whole, dtype=of_gradients) if gradients else None
-        self.grad = torch.zeros_like(mine, dtype=of_gradients)
+        self.grad = torch.zeros_like(block_here, dtype=of_gradients)
         if self.whole_grad is not None:
             self.grad = self.whole_grad.view(n, block)[position]
 

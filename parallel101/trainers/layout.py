@@ -97,9 +97,9 @@ def entries_of(
     """Return the entry of each name. `placed`: axis → name → how the axis cuts it."""
     return {
         name: Entry(
-            *of, {axis: placed[axis][name] for axis in ORDER if name in placed.get(axis, ())}
+            *kind, {axis: placed[axis][name] for axis in ORDER if name in placed.get(axis, ())}
         )
-        for name, of in shapes.items()
+        for name, kind in shapes.items()
     }
 
 
@@ -111,7 +111,7 @@ class Axes:
 
     Attributes:
         here: this rank's coordinates.
-        places: by position in the group, the place along dp and ep: which samples it is given.
+        shares: by position in the group, the place along dp and ep: which samples it is given.
         without_tp: the positions at the start of tp. The others have the same loss.
     """
 
@@ -125,23 +125,23 @@ class Axes:
             )
         self.position: int = self.members.position
         self.here = self.coordinates(self.position)
-        of_all = [self.coordinates(i) for i in range(len(self.members.ranks))]
-        self.places = [self.place(SAMPLES, at) for at in of_all]
-        self.without_tp = [i for i, at in enumerate(of_all) if at.get("tp", 0) == 0]
+        everywhere = [self.coordinates(i) for i in range(len(self.members.ranks))]
+        self.shares = [self.place(SAMPLES, rank) for rank in everywhere]
+        self.without_tp = [i for i, rank in enumerate(everywhere) if not rank.get("tp", 0)]
 
     def coordinates(self, position: int) -> dict[str, int]:
         """Return the coordinates, on each axis, of a position in the group."""
-        found = {}
+        position_on = {}
         for name, size in reversed(self.sizes.items()):
-            position, found[name] = divmod(position, size)
-        return found
+            position, position_on[name] = divmod(position, size)
+        return position_on
 
-    def place(self, names: Collection[str], at: Coordinates | None = None) -> int:
+    def place(self, names: Collection[str], where: Coordinates | None = None) -> int:
         """Return the place of a rank (default: this one) on these axes, counted row by row."""
-        at, place = at or self.here, 0
+        where, place = where or self.here, 0
         for name, size in self.sizes.items():
             if name in names:
-                place = place * size + at[name]
+                place = place * size + where[name]
         return place
 
     def size(self, names: Collection[str]) -> int:
@@ -201,19 +201,23 @@ class Layout:
     # ── one entry, no messages ──
 
     def cut(
-        self, name: str, whole: Tensor, at: Coordinates | None = None, pieces: Pieces | None = None
+        self,
+        name: str,
+        whole: Tensor,
+        where: Coordinates | None = None,
+        pieces: Pieces | None = None,
     ) -> Tensor:
         """Return the part of the whole that a rank (default: this one) holds, which may be empty.
 
         The part is a view if possible. For another rank, `pieces` are its bounds, if it has some.
         """
-        at, part = at or self.axes.here, whole
+        where, part = where or self.axes.here, whole
         for axis in ORDER:
             match self.entries[name].placements.get(axis):
-                case Stages(positions) if at[axis] not in positions:
+                case Stages(positions) if where[axis] not in positions:
                     return whole.new_empty(0)
                 case Shard() as shard:
-                    part = shard.cut(part, at[axis])
+                    part = shard.cut(part, where[axis])
                 case Pieces() as own:
                     low, high, _ = pieces or own
                     part = part.reshape(-1)[low:high]
@@ -228,21 +232,21 @@ class Layout:
             return held[0].value.view(shape)
         whole = held[0].value.new_empty(shape)
         numbers = torch.arange(shape.numel(), device=whole.device).view(shape)
-        for at, part in zip(self.line, parts):
+        for where, part in zip(self.line, parts):
             if part is not None:
-                places = self.cut(name, numbers, at, part.pieces).reshape(-1)
+                places = self.cut(name, numbers, where, part.pieces).reshape(-1)
                 whole.view(-1)[places] = part.value.reshape(-1)
         return whole
 
-    def counts(self, name: str, at: Coordinates | None = None) -> bool:
+    def counts(self, name: str, where: Coordinates | None = None) -> bool:
         """Return True on exactly one of the ranks that hold a copy, the first, so that `join` and
         `norm` count it once.
         """
-        at, entry = at or self.axes.here, self.entries[name]
+        where, entry = where or self.axes.here, self.entries[name]
         stages = entry.placements.get("pp")
-        if isinstance(stages, Stages) and at["pp"] != stages.positions[0]:
+        if isinstance(stages, Stages) and where["pp"] != stages.positions[0]:
             return False
-        return not any(at[axis] for axis in self.cut_axes if axis not in entry.cut_by())
+        return not any(where[axis] for axis in self.cut_axes if axis not in entry.cut_by())
 
     # ── all of them, collective ──
 
@@ -277,7 +281,10 @@ class Layout:
         }
         line = Agreement(self.axes.along(self.cut_axes), self.device)
         return [
-            {name: Part(Pieces(*of) if of else None, part) for name, (of, part) in rank.items()}
+            {
+                name: Part(Pieces(*bounds) if bounds else None, part)
+                for name, (bounds, part) in rank.items()
+            }
             for rank in line.objects(content, first_only)
         ]
 
@@ -285,11 +292,11 @@ class Layout:
         """Return the norm of the whole model's gradients, the same on every rank, from each rank's
         parts.
         """
-        mine = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
+        norm = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
         if not self.cut_axes:
-            return mine
+            return norm
         squares = all_gather(
-            mine.to(self.device).double().square().view(1), group=self.axes.along(self.cut_axes)
+            norm.to(self.device).double().square().view(1), group=self.axes.along(self.cut_axes)
         )
         return squares.sum().sqrt()
 

@@ -41,9 +41,9 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
     Raises, on all ranks, TypeError or ValueError if the shares don't fit together, or if something
     is trained that was frozen when the trainer was built.
     """
-    places, agree, step = trainer.axes.places, trainer.agree, trainer.steps
-    problem, mine = None, (-1, 0, 0)
-    several = len(places) > len(set(places))  # ranks have the same samples
+    shares, agree, step = trainer.axes.shares, trainer.agree, trainer.steps
+    problem, told = None, (-1, 0, 0)
+    several = len(shares) > len(set(shares))  # ranks have the same samples
     try:
         if trainer.loss_fn is not None:
             check_pair((inputs, targets))
@@ -56,16 +56,16 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
         for check in trainer.checks:
             check(inputs, targets)
         values = number_of_values((inputs, targets)) if several else 0
-        mine = count_samples(inputs), number_of_shape(inputs), values
+        told = count_samples(inputs), number_of_shape(inputs), values
     except (TypeError, ValueError) as error:
         problem = error
-    counts, *told = agree.numbers(*mine) if several else agree.numbers(mine[0])
+    counts, *others = agree.numbers(*told) if several else agree.numbers(told[0])
     if min(counts) < 0:
         agree.raise_problem(problem, f"take its batch in step {step}")
     firsts: dict[int, int] = {}  # place along dp and ep → the first rank there
-    for position, here in enumerate(zip(counts, *told)):
-        first = firsts.setdefault(places[position], position)
-        if here != tuple(of_ranks[first] for of_ranks in (counts, *told)):
+    for position, here in enumerate(zip(counts, *others)):
+        first = firsts.setdefault(shares[position], position)
+        if here != tuple(of_ranks[first] for of_ranks in (counts, *others)):
             given = (
                 f"{counts[first]:.0f} and {counts[position]:.0f} samples"
                 if counts[position] != counts[first]

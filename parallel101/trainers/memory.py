@@ -105,16 +105,16 @@ def describe(trainer: Trainer) -> Holdings:
     }
     if trainer.precision.master:
         held["master weights"] = owned.values()
-    mine = {kind: storage_bytes(tensors) for kind, tensors in held.items()}
+    nbytes = {kind: storage_bytes(tensors) for kind, tensors in held.items()}
     if zero_stage := data.options.zero_stage:
-        mine["gathered (peak)"] = data.live.peak["weights"]
-        mine["gradients in flight (peak)"] = data.live.peak["gradients"]
+        nbytes["gathered (peak)"] = data.live.peak["weights"]
+        nbytes["gradients in flight (peak)"] = data.live.peak["gradients"]
     if trainer.activations is not None:
-        mine["activations (peak)"] = trainer.activations.peak
+        nbytes["activations (peak)"] = trainer.activations.peak
     layout, trained = trainer.layout, trainer.trained
     dp = {name: entry.placements.get("dp") for name, entry in layout.entries.items()}
     pieces = {name: tuple(own)[:2] for name, own in dp.items() if own is not None}
-    of_ranks, of_pieces = zip(*trainer.agree.objects((mine, pieces)))
+    of_ranks, of_pieces = zip(*trainer.agree.objects((nbytes, pieces)))
     # a stage without trained weights has fewer kinds
     kinds = dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     counts = {kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in kinds}
@@ -159,9 +159,9 @@ def parts_held(
         shards = {a: s for a, s in entry.placements.items() if isinstance(s, Shard)}
         # ranks with the same shard along tp, or of the experts along ep
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for position, at in enumerate(places):
-            if not isinstance(stages, Stages) or at["pp"] in stages.positions:
-                alike[tuple(at[axis] for axis in shards)].append(position)
+        for position, where in enumerate(places):
+            if not isinstance(stages, Stages) or where["pp"] in stages.positions:
+                alike[tuple(where[axis] for axis in shards)].append(position)
         for here, positions in alike.items():
             count = entry.shape.numel()
             for i, shard in zip(here, shards.values()):
@@ -188,7 +188,7 @@ def parts_held(
 
 def _middle(places: Sequence[Coordinates]) -> list[float]:
     """Return the mean coordinates of some ranks, the axis that cuts first coming first."""
-    return [sum(at.get(axis, 0) for at in places) / len(places) for axis in (*ORDER, "cp")]
+    return [sum(where.get(axis, 0) for where in places) / len(places) for axis in (*ORDER, "cp")]
 
 
 def readable(count: float) -> str:
@@ -239,17 +239,17 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
     names = dict.fromkeys(parts.values(), "") | {m: name for name, m in model.named_modules()}
     saving = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
     with listening(count.span), count.naming(names), count.following_hooks(), saving:
-        yield count.found
+        yield count.activations
     count.alive.clear()
     if not isinstance(of, nn.Module):
-        of.activations = count.found
+        of.activations = count.activations
 
 
 class Count:
     """A count that is running, on one rank."""
 
     def __init__(self, model: nn.Module):
-        self.found = Activations()
+        self.activations = Activations()
         self.modules, self.phase, self.paused = [OUTSIDE], 0, False
         self.alive: dict[int, weakref.ref[UntypedStorage]] = {}  # id → a storage that is held
         self.held = 0
@@ -268,9 +268,9 @@ class Count:
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
             self.before.add(storage)  # gathered during the step
             return
-        number, nbytes = len(self.found.kept), storage.nbytes()
-        phase, dtype = self.found.phases[self.phase], str(t.dtype).removeprefix("torch.")
-        self.found.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
+        number, nbytes = len(self.activations.kept), storage.nbytes()
+        phase, dtype = self.activations.phases[self.phase], str(t.dtype).removeprefix("torch.")
+        self.activations.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
         self.alive[id(storage)] = weakref.ref(
             storage, partial(self.freed, id(storage), number, nbytes)
         )
@@ -283,7 +283,7 @@ class Count:
 
     def change(self, number: int, saved: bool, nbytes: int) -> None:
         self.held += nbytes
-        self.found.changes.append(Change(number, saved, self.phase, self.held))
+        self.activations.changes.append(Change(number, saved, self.phase, self.held))
 
     # ── where it is saved ──
 
@@ -294,8 +294,10 @@ class Count:
         self.paused = self.paused or name is None
         inner = self.phase and "microbatch" not in labels  # such as a column layer's ∂W
         if name in PHASES and not inner and not self.paused:
-            self.phase = len(self.found.phases)
-            self.found.phases.append(Phase(name, labels.get("microbatch"), labels.get("stage")))
+            self.phase = len(self.activations.phases)
+            self.activations.phases.append(
+                Phase(name, labels.get("microbatch"), labels.get("stage"))
+            )
         try:
             yield
         finally:
@@ -383,8 +385,8 @@ class Phase(NamedTuple):
     stage: int | None = None
 
     def __str__(self) -> str:
-        of = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
-        return f"{self.name or 'the program'}{of}" + (
+        which = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
+        return f"{self.name or 'the program'}{which}" + (
             "" if self.stage is None else f" on stage {self.stage}"
         )
 
@@ -451,8 +453,8 @@ class Activations:
     def __str__(self) -> str:
         if not self.changes:
             return "no activations were saved for a backward pass"
-        at = next(change for change in self.changes if change.held == self.peak)
-        lines = [f"{readable(self.peak)} of activations at the peak, in {self.phases[at.phase]}"]
+        first = next(change for change in self.changes if change.held == self.peak)
+        lines = [f"{readable(self.peak)} of activations at the peak, in {self.phases[first.phase]}"]
         microbatches = self.by_microbatch()
         if microbatches.keys() != {None}:
             lines += [f"{readable(n):>10}   microbatch {i}" for i, n in microbatches.items()]
@@ -468,7 +470,7 @@ class Activations:
 
 def added(kept: Iterable[Kept], key: Callable[[Kept], Any]) -> dict[Any, int]:
     """Return, for each key, the bytes of all that have it."""
-    found: dict[Any, int] = defaultdict(int)
+    sums: dict[Any, int] = defaultdict(int)
     for one in kept:
-        found[key(one)] += one.nbytes
-    return dict(found)
+        sums[key(one)] += one.nbytes
+    return dict(sums)

@@ -189,17 +189,17 @@ class MasterWeights(GradientSync):
         are removed, and the optimizer does nothing. Collective.
         """
         gradients = [p.grad for p in self.owned.values() if p.grad is not None]
-        mine = sum(number_in(~g.isfinite().all()) for g in gradients)
-        (of_ranks,) = self.agree.numbers(mine)
-        if found := any(of_ranks):
+        here = sum(number_in(~g.isfinite().all()) for g in gradients)
+        (of_ranks,) = self.agree.numbers(here)
+        if overflow := any(of_ranks):
             for p in self.owned.values():
                 p.grad = None
-        self.steps_at_scale = 0 if found else self.steps_at_scale + 1
-        if found:
+        self.steps_at_scale = 0 if overflow else self.steps_at_scale + 1
+        if overflow:
             self.scale /= 2
         elif self.steps_at_scale == GROWTH_STEPS:
             self.scale, self.steps_at_scale = self.scale * 2, 0
-        return found
+        return overflow
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -58,34 +58,34 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
     if recompute == "none":
         return []
     if recompute == "full":
-        found = list(blocks_of(model))
+        chosen = list(blocks_of(model))
         expected = "blocks (modules with modules inside) in an nn.ModuleList or nn.Sequential"
     elif recompute == "selective":
         last = {name: name.rpartition(".")[2] for name in named}
-        found = [
+        chosen = [
             name
             for name, module in named.items()
             if last[name] in CORES and next(module.parameters(), None) is None
         ]
         expected = f"modules without parameters that are called {' or '.join(CORES)}"
     elif callable(recompute):
-        found = [name for name in named if recompute(name)]
+        chosen = [name for name in named if recompute(name)]
         expected = f"a function that is true for some of {', '.join(list(named)[:8])}, …"
     else:
         raise ValueError(
             f'recompute={recompute!r}: expected "none", "selective", "full", or a function of a '
             'module\'s name, such as lambda name: name.endswith("mlp")'
         )
-    if not found:
+    if not chosen:
         raise ValueError(
             f"recompute={recompute!r} matches no module of {type(model).__name__}: expected "
             f"{expected}; or pass a function of a module's name"
         )
-    for name in found:
+    for name in chosen:
         for below, norm in named[name].named_modules(prefix=name):
             if norm.training and getattr(norm, "running_mean", None) is not None:
                 raise ValueError(f"{below!r} is a {type(norm).__name__}: its forward {TWICE}")
-    return [name for name in found if not any(name.startswith(f"{n}.") for n in found)]
+    return [name for name in chosen if not any(name.startswith(f"{n}.") for n in chosen)]
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[str]:

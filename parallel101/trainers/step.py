@@ -85,8 +85,8 @@ def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: in
 
 def reached_by_none(trainer: Trainer, unused: Sequence[str]) -> set[str]:
     """Return the names of the parameters that no rank's samples reached. Collective."""
-    mine, device = trainer.local.keys() - set(unused), trainer.agree.device
-    reached = torch.tensor([name in mine for name in trainer.trained], device=device)
+    used, device = trainer.local.keys() - set(unused), trainer.agree.device
+    reached = torch.tensor([name in used for name in trainer.trained], device=device)
     counts = all_reduce(reached.int(), group=trainer.agree.group).tolist()
     return {name for name, count in zip(trainer.trained, counts) if not count}
 

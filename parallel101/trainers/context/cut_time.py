@@ -85,8 +85,8 @@ class ContextAxis(Axis):
         here = local_positions(time, self.group.size, self.position, self.layout, first.device)
         self.here = here
         whole = self.with_positions(inputs, torch.arange(time, device=first.device), samples)
-        mine = map_tensors(lambda t: t.index_select(TIME, here), (whole, targets))
-        return *mine, len(here) / time
+        local = map_tensors(lambda t: t.index_select(TIME, here), (whole, targets))
+        return *local, len(here) / time
 
     def with_positions(self, inputs: Batch, positions: Tensor, samples: int) -> Batch:
         if self.name_of_positions is None:

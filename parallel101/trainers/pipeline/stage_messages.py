@@ -188,17 +188,17 @@ def groups_of(
             for _ in range(2)
         ]
         return {(source, to): both[source > to] for source, to in pairs}
-    found = {}
+    groups = {}
     positions = range(ranks)
     lines = dict.fromkeys(
-        tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions
+        tuple(axes.members.ranks[i] for i in axes.line(["pp"], position)) for position in positions
     )
     for other in lines:
         for source, to in pairs:
             group = dist.new_group([other[source], other[to]], group_desc="mesh_pp")
             if other == line and axes.here["pp"] in (source, to):
-                found[source, to] = group
-    return found
+                groups[source, to] = group
+    return groups
 
 
 def activations(stage: int, y: Any) -> Tensor:
@@ -248,7 +248,7 @@ def acknowledged(
     """Return, for each receive of this rank, its sends that must have been received before that
     message could be computed.
     """
-    found: dict[Action, list[Action]] = {}
+    answered: dict[Action, list[Action]] = {}
     for source in range(len(lists)):
         used: list[Action] = []
         for action in lists[source] if source != me else ():
@@ -256,8 +256,8 @@ def acknowledged(
             if needed is not None and placement[partner(needed).stage] == me:
                 used.append(partner(needed))
             elif action.kind.startswith("SEND") and placement[partner(action).stage] == me:
-                found[partner(action)], used = used, []
-    return found
+                answered[partner(action)], used = used, []
+    return answered
 
 
 def is_first_forward(action: Action) -> bool:

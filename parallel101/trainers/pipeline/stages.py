@@ -56,13 +56,15 @@ class PipelineStages(OneStage):
         first: dict[int, str] = {}  # of the names that a tied tensor has
         self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}
         self.on_stages = stages_of_names(model, self.ranges, first)
-        self.mine = frozenset(s for s, position in self.placement.items() if position == here)
+        self.local = frozenset(s for s, position in self.placement.items() if position == here)
         self.positions = {
             name: sorted({self.placement[stage] for stage in stages})
             for name, stages in self.on_stages.items()
         }
         if axes.sizes["pp"] > 1:
-            self.placements = {name: Stages(tuple(at)) for name, at in self.positions.items()}
+            self.placements = {
+                name: Stages(tuple(positions)) for name, positions in self.positions.items()
+            }
         if options.zero_stage == 3:
             self.check_ties(model)
         if axes.size(["ep"]) > 1:
@@ -86,8 +88,8 @@ class PipelineStages(OneStage):
 
     def names(self, model: nn.Module) -> set[str]:
         entries, names = entries_of(model), {m: name for name, m in model.named_modules()}
-        mine = [entries[number] for stage in self.mine for number in self.ranges[stage]]
-        return {names[entry] for entry in mine if entry in names}
+        here = [entries[number] for stage in self.local for number in self.ranges[stage]]
+        return {names[entry] for entry in here if entry in names}
 
     def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
         """Yield each tied weight of this rank, and the ranks of the stages that use it."""
@@ -103,8 +105,8 @@ class PipelineStages(OneStage):
         """Make a part of the model of each of this rank's stages. The memory of all other
         parameters is freed; a tensor that is tied to one here stays tied.
         """
-        entries, mine = entries_of(model), sorted(self.mine)
-        self.parts = {s: Stage({i: entries[i] for i in self.ranges[s]}) for s in mine}
+        entries = entries_of(model)
+        self.parts = {s: Stage({i: entries[i] for i in self.ranges[s]}) for s in sorted(self.local)}
         kept = {id(t) for p in self.parts.values() for t in (*p.parameters(), *p.buffers())}
         tensors = all_tensors(model)
         here = {self.first_name[name]: t for name, t in tensors if id(t) in kept}
@@ -119,8 +121,8 @@ class PipelineStages(OneStage):
         """Return the Pipeline that carries out this rank's list."""
         lists = with_messages(self.schedule.ranks, self.placement)
         messages = Messages(axes, lists, self.placement, self.device)
-        mine, stages = lists[axes.here["pp"]], len(self.placement)
-        return Pipeline(self.parts, mine, messages, syncs, stages, around)
+        actions, stages = lists[axes.here["pp"]], len(self.placement)
+        return Pipeline(self.parts, actions, messages, syncs, stages, around)
 
     def describe(self) -> Iterator[str]:
         for stage, part in enumerate(self.ranges):
@@ -187,16 +189,16 @@ def stages_of_names(
         names: id of a tensor → its name.
     """
     entries = entries_of(model)
-    found: dict[str, list[int]] = {name: [] for name in names.values()}
+    stages_of: dict[str, list[int]] = {name: [] for name in names.values()}
     for stage, numbers in enumerate(ranges):
         for _, t in all_tensors(nn.ModuleList(entries[number] for number in numbers)):
-            of_name = found.get(names.get(id(t), ""), [stage])
+            of_name = stages_of.get(names.get(id(t), ""), [stage])
             if stage not in of_name:
                 of_name.append(stage)
-    left_out = sorted(name for name, stages in found.items() if not stages)
+    left_out = sorted(name for name, stages in stages_of.items() if not stages)
     if left_out:
         raise ValueError(
             f"{left_out[0]!r} is in no module of the model's sequence, so it would be on no stage: "
             "expected .sequence() to return all modules with parameters or buffers"
         )
-    return found
+    return stages_of

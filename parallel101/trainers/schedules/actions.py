@@ -50,13 +50,13 @@ class Action(NamedTuple):
                     "a message. List it by itself"
                 )
             return cls(-1, OVERLAP, -1, parts)
-        found = ACTION.fullmatch(text)
-        if found is None:
+        match = ACTION.fullmatch(text)
+        if match is None:
             raise ScheduleError(
                 f"action {text!r}: expected a stage, one of "
                 f"{', '.join(COMPUTE + COMMUNICATION)}, and a microbatch: '0F3'"
             )
-        return cls(int(found[1]), found[2], int(found[3]))
+        return cls(int(match[1]), match[2], int(match[3]))
 
     def __str__(self) -> str:
         if self.parts:

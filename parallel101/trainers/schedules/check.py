@@ -44,10 +44,10 @@ def check(
     for rank, actions in enumerate(ranks):
         for place, part in ((i, part) for i, a in enumerate(actions) for part in a.computed()):
             for needed in needs(part, placement, where, listed):
-                at = where.get(needed)
-                if at is None:
+                position = where.get(needed)
+                if position is None:
                     raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
-                if at[0] == rank and at[1] >= place:
+                if position[0] == rank and position[1] >= place:
                     raise ScheduleError(
                         f"rank {rank}: {part} comes too early: it needs {needed}, which comes later"
                     )
@@ -168,8 +168,8 @@ def progress(
             )
         else:
             continue
-        of, _ = where[needed]
-        waiting[rank] = of, f"rank {rank}'s {part} waits for {needed} of rank {of}"
+        awaited, _ = where[needed]
+        waiting[rank] = awaited, f"rank {rank}'s {part} waits for {needed} of rank {awaited}"
     if waiting:
         cycle, rank = [], min(waiting)
         while rank not in cycle:

@@ -41,7 +41,7 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
     """
     total = m * chunks
 
-    def at(k: int, backward: bool) -> str:
+    def action(k: int, backward: bool) -> str:
         """Return the k-th forward (backward) of this rank."""
         group, inside = divmod(k, p * chunks)
         chunk, i = divmod(inside, p)
@@ -53,11 +53,11 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
         if chunks > 1
         else min(total, p - rank)
     )
-    actions = [at(k, backward=False) for k in range(warm_up)]
+    actions = [action(k, backward=False) for k in range(warm_up)]
     for k in range(total):
-        actions.append(at(k, backward=True))
+        actions.append(action(k, backward=True))
         if k + warm_up < total:
-            actions.append(at(k + warm_up, backward=False))
+            actions.append(action(k + warm_up, backward=False))
     return actions
 
 

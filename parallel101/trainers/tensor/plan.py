@@ -106,7 +106,7 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
         )
     named = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
     first = {id(module): name for name, module in reversed(named.items())}
-    found: dict[str, tuple[str, Style]] = {}
+    styles: dict[str, tuple[str, Style]] = {}
     for pattern, given in sorted(plan.items(), key=lambda item: "*" not in item[0]):
         style, fitting = style_of(pattern, given), []
         matches = names_of(pattern, list(named))
@@ -123,14 +123,14 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
                 f"weight, only {listed(matches)}"
             )
         for name in fitting:
-            other, known = found.get(first[id(named[name])], (pattern, style))
+            other, known = styles.get(first[id(named[name])], (pattern, style))
             if known != style and ("*" in other) == ("*" in pattern):
                 raise ValueError(
                     f"plan: {other!r} gives {name!r} the style {str(known)!r}, and "
                     f"{pattern!r} gives it {str(style)!r}: expected one"
                 )
-            found[first[id(named[name])]] = pattern, style
-    return {name: style for name, (_, style) in found.items()}
+            styles[first[id(named[name])]] = pattern, style
+    return {name: style for name, (_, style) in styles.items()}
 
 
 def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[str]:
@@ -145,12 +145,12 @@ def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[s
         for part in pattern.split(".")
     )
     expression = re.compile(r"\.".join(parts))
-    found = list(filter(expression.fullmatch, names))
-    if not found:
+    matches = list(filter(expression.fullmatch, names))
+    if not matches:
         raise ValueError(
             f"plan: {pattern!r} matches no {what}. The model's {what}s are {listed(names)}"
         )
-    return found
+    return matches
 
 
 def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str | None:
@@ -380,10 +380,10 @@ def inner_chains(model: nn.Module, outer: Chain | None) -> list[Chain]:
     """Return every nn.Sequential inside of the model that belongs neither to the outer chain nor
     to another nn.Sequential.
     """
-    seen, names, found = {id(module) for _, module in outer or []}, first_names(model), []
+    seen, names, chains = {id(module) for _, module in outer or []}, first_names(model), []
     for module in model.modules():
         entries = list(flat(module)) if type(module) is nn.Sequential else []
         if entries and not any(id(entry) in seen for entry in entries):
-            found.append([(names[id(entry)], entry) for entry in entries])
+            chains.append([(names[id(entry)], entry) for entry in entries])
             seen.update(map(id, entries))
-    return found
+    return chains

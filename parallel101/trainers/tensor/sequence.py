@@ -65,7 +65,7 @@ class TimeCuts:
                 for below in module.modules():
                     if isinstance(below, VocabularyEmbedding):
                         below.register_forward_hook(lambda _, args, y: tp.among_zeros(y))
-                module.register_forward_hook(lambda _, args, y: tp.mine(y))
+                module.register_forward_hook(lambda _, args, y: tp.local(y))
             if name in self.join_after:
                 module.register_forward_hook(lambda _, args, y: tp.whole(y))
 

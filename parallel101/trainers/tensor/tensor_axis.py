@@ -120,9 +120,9 @@ class TensorAxis(Axis):
             if p is None or name_of[id(p)] not in self.placements:
                 return p
             if id(p) not in blocks:
-                mine = self.placements[name_of[id(p)]].cut(p.detach(), position)
-                mine = mine.clone(memory_format=torch.contiguous_format)
-                blocks[id(p)] = nn.Parameter(mine, p.requires_grad)
+                shard = self.placements[name_of[id(p)]].cut(p.detach(), position)
+                shard = shard.clone(memory_format=torch.contiguous_format)
+                blocks[id(p)] = nn.Parameter(shard, p.requires_grad)
             return blocks[id(p)]
 
         replaced: dict[int, nn.Module] = {}
@@ -203,13 +203,13 @@ def placements_of(
     model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
 ) -> dict[str, Shard]:
     """Return the cut of each parameter. Raises ValueError if a tied one would have two."""
-    names, found = first_names(model), dict[int, tuple[str, Shard | None]]()
+    names, first_cuts = first_names(model), dict[int, tuple[str, Shard | None]]()
     for name, module in model.named_modules():
         style = styles.get(names[id(module)])
         for kind, p in module.named_parameters(recurse=False):
             cut = style is not None and (kind == "weight" or style.name != "row")
             this = f"{name}.{kind}".strip("."), shards[name] if cut else None
-            first = found.setdefault(id(p), this)
+            first = first_cuts.setdefault(id(p), this)
             if first[1] != this[1]:
                 ways = [f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)]
                 raise ValueError(
@@ -217,7 +217,7 @@ def placements_of(
                     f"cuts {ways[0]} and {ways[1]}: expected the same for both, such as an "
                     'embedding and a head that are both "vocabulary"'
                 )
-    return {name: shard for name, shard in found.values() if shard is not None}
+    return {name: shard for name, shard in first_cuts.values() if shard is not None}
 
 
 def check_loss(model: nn.Module, styles: Mapping[str, Style], cut_head: bool) -> bool:

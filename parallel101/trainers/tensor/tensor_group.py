@@ -162,8 +162,8 @@ class SequenceGroup(TensorGroup):
         """Ask the other ranks, 8 bytes each, how long the whole of x is, which comes from another
         stage of a pipeline, cut along time.
         """
-        mine = torch.tensor([x.shape[TIME]], device=numbers_device(x.device))
-        self.times = collectives.all_gather(mine, **self.options["all_gather"]).tolist()
+        time = torch.tensor([x.shape[TIME]], device=numbers_device(x.device))
+        self.times = collectives.all_gather(time, **self.options["all_gather"]).tolist()
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's times of x; backward is an all-gather."""
@@ -174,7 +174,7 @@ class SequenceGroup(TensorGroup):
         """Return all times of a tensor that is cut; backward keeps this rank's."""
         return gather_from_group(x, TIME, sizes=list(self.times), **self.options["all_gather"])
 
-    def mine(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
         """Return this rank's times of x, without a message in either direction."""
         return x.split(self.times, TIME)[self.position]
 
