@@ -35,6 +35,14 @@ EXPERTS = "experts"  # the style of modules that ep cuts, and their usual name
 CONTEXTS = ("zigzag", "contiguous", "ulysses")
 
 
+def expect(
+    name: str, given: Any, right: Any, expected: str, error: type[Exception] = ValueError
+) -> None:
+    """Raise an error that says what was given, and what was expected, unless that is `right`."""
+    if not right:
+        raise error(f"{name}={given!r}: expected {expected}")
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of a trainer: see `HybridTrainer`.
@@ -66,24 +74,25 @@ class Options:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        def expect(name: str, right: bool, expected: str) -> None:
-            if not right:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
-
         nbytes, clip, dtype = self.bucket_bytes, self.clip_norm, self.autocast
         stages = "1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too), or 0: none"
-        expect("zero_stage", self.zero_stage in (0, 1, 2, 3), stages)
+        expect("zero_stage", self.zero_stage, self.zero_stage in (0, 1, 2, 3), stages)
         right = nbytes is None or (isinstance(nbytes, int) and nbytes >= 0)
-        expect("bucket_bytes", right, "a number of bytes, 0 for one gradient at a time, or None")
+        expect("bucket_bytes", nbytes, right, "a number of bytes, 0 for one at a time, or None")
         right = type(self.accumulate) is int and self.accumulate > 0
-        expect("accumulate", right, "the number of microbatches in a step, 1 or more")
+        expect("accumulate", self.accumulate, right, "the number of microbatches, 1 or more")
         right = clip is None or (isinstance(clip, int | float) and clip > 0)
-        expect("clip_norm", right, "the largest norm that the gradients may have, or None")
+        expect("clip_norm", clip, right, "the largest norm that the gradients may have, or None")
         right = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        expect("autocast", right, "a floating-point dtype such as torch.bfloat16, or None")
-        expect("context", self.context in CONTEXTS, f"one of {', '.join(map(repr, CONTEXTS))}")
+        expect("autocast", dtype, right, "a floating-point dtype such as torch.bfloat16, or None")
+        expect(
+            "context",
+            self.context,
+            self.context in CONTEXTS,
+            f"one of {', '.join(map(repr, CONTEXTS))}",
+        )
         right = self.sequence_parallel or not self.regather
-        expect("regather", right, "sequence_parallel=True too, which gathers inputs")
+        expect("regather", self.regather, right, "sequence_parallel=True too, which gathers inputs")
 
     def check_axes(self, axes: Axes) -> None:
         """Raise ValueError for an option of an axis that the mesh doesn't have."""
@@ -191,12 +200,12 @@ def mark_as_cut(model: nn.Module) -> None:
 
 def check_loss_fn(loss_fn: Any) -> None:
     """Raise TypeError unless it is a function or None."""
-    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
-        raise TypeError(
-            f"loss_fn={loss_fn!r}: expected a function of (outputs, targets) that returns "
-            "their mean loss, such as "
-            "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
-        )
+    right = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
+    expected = (
+        "a function of (outputs, targets) that returns their mean loss, such as "
+        "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
+    )
+    expect("loss_fn", loss_fn, right, expected, TypeError)
 
 
 def check_model(model: Any) -> torch.device:

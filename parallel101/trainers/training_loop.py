@@ -39,7 +39,7 @@ from parallel101.trainers.checkpoint import check_place, save
 from parallel101.trainers.history import History, StepResult
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses
-from parallel101.trainers.options import Trainer, need_numbers
+from parallel101.trainers.options import Trainer, expect, need_numbers
 from parallel101.trainers.step import step as take_step
 
 END = object()
@@ -244,30 +244,21 @@ def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: 
     """Raise TypeError or ValueError for arguments with which `fit` could not begin or would
     never end.
     """
-    if not callable(batches) and not isinstance(batches, Iterable):
-        raise TypeError(
-            f"batches={batches!r}: expected batches (inputs, targets), or a function that "
-            "returns the batch of a step"
-        )
-    if callable(batches) and until is None:
+    endless, often = callable(batches), save_every is not None
+    expected = "batches (inputs, targets), or a function that returns the batch of a step"
+    expect("batches", batches, endless or isinstance(batches, Iterable), expected, TypeError)
+    if endless and until is None:
         raise ValueError(
             "batches is a function of the step, so it would never end: pass until=, the total "
             "number of steps"
         )
-    if until is not None and not (isinstance(until, int) and until >= 0):
-        raise ValueError(f"until={until!r}: expected the total number of steps, 0 or more, or None")
-    if save_every is not None and not (
-        save_to is not None and isinstance(save_every, int) and save_every >= 1
-    ):
-        raise ValueError(
-            f"save_every={save_every!r}, save_to={save_to!r}: expected a number of steps, 1 "
-            "or more, and a file to save to"
-        )
-    if on_step is not None and not callable(on_step):
-        raise TypeError(
-            f"on_step={on_step!r}: expected a function of a step, such as lambda step: "
-            "print(step.loss)"
-        )
+    right = until is None or (isinstance(until, int) and until >= 0)
+    expect("until", until, right, "the total number of steps, 0 or more, or None")
+    right = not often or (isinstance(save_every, int) and save_every >= 1)
+    expect("save_every", save_every, right, "a number of steps, 1 or more")
+    expect("save_to", save_to, not often or save_to is not None, "a file, for save_every")
+    expected = "a function of a step, such as lambda step: print(step.loss)"
+    expect("on_step", on_step, on_step is None or callable(on_step), expected, TypeError)
 
 
 def tokens_in(inputs: Batch) -> int:

@@ -110,7 +110,7 @@ CASES = [  # what is done with a trainer, and what the error says
         "until=-1: expected the total number of steps",
     ),
     (fit(lambda step: (X, Y), until="3"), ValueError, "until='3'"),
-    (fit([(X, Y)], save_every=5), ValueError, "save_every=5, save_to=None"),
+    (fit([(X, Y)], save_every=5), ValueError, "save_to=None: expected a file, for save_every"),
     (fit([(X, Y)], save_every=0.5, save_to="run.pt"), ValueError, r"save_every=0\.5"),
     (fit([(X, Y)], save_to="no such folder/run.pt"), OSError, "there is no folder no such folder"),
     (fit([(X, Y)], save_to="."), OSError, r"\. is a folder: expected the name of a file"),
