@@ -29,7 +29,7 @@ from parallel101.collectives.meta_device import number_in, numbers_device
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batches import map_tensors
 from parallel101.trainers.gradient_sync import GradientSync
-from parallel101.trainers.options import Options, Trainer
+from parallel101.trainers.options import Options, Trainer, expect
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
 
@@ -110,34 +110,21 @@ PRECISIONS = {
 
 def choose_precision(options: Options, device: torch.device) -> Precision:
     """Return the Precision for these options. Raises ValueError if they don't go together."""
-    autocast, precision = options.autocast, options.precision
-    gradient_dtype = options.gradient_dtype
-    if autocast is not None and device.type == "meta":
-        raise ValueError(
-            f"autocast={autocast}: torch has no autocast on the meta device, where the model is. "
-            'Use precision="bf16" or "bf16-mixed" there'
-        )
-    if precision is None and gradient_dtype is None:
+    autocast, precision, gradients = options.autocast, options.precision, options.gradient_dtype
+    possible = autocast is None or device.type != "meta"
+    expected = 'None for a model on the meta device, or precision="bf16" or "bf16-mixed"'
+    expect("autocast", autocast, possible, expected)
+    if precision is None and gradients is None:
         return Precision(autocast=autocast)
-    if precision not in PRECISIONS:
-        raise ValueError(
-            f"precision={precision!r}: expected one of {', '.join(map(repr, PRECISIONS))}, or None "
-            "for the model as it is, without gradient_dtype"
-        )
-    if autocast is not None:
-        raise ValueError(
-            f"precision={precision!r} and autocast={autocast}: expected one of the two. autocast "
-            "keeps the weights as they are and computes some operations in another dtype; "
-            "precision also chooses the weights' dtype"
-        )
-    chosen = PRECISIONS[precision]
-    allowed = {None, chosen.weights, torch.float32} if chosen.master else {None, chosen.weights}
-    if gradient_dtype not in allowed:
-        raise ValueError(
-            f"precision={precision!r} with gradient_dtype={gradient_dtype}: expected "
-            f"{' or '.join(sorted(map(str, allowed - {None})))}, or None for the weights' dtype"
-        )
-    return chosen._replace(gradients=gradient_dtype)
+    expected = f"one of {', '.join(map(repr, PRECISIONS))}, or None without gradient_dtype"
+    expect("precision", precision, precision in PRECISIONS, expected)
+    expected = f"None with precision={precision!r}, which also chooses the weights' dtype"
+    expect("autocast", autocast, autocast is None, expected)
+    chosen = PRECISIONS[str(precision)]
+    allowed = {chosen.weights, torch.float32} if chosen.master else {chosen.weights}
+    expected = f"{' or '.join(sorted(map(str, allowed)))} with precision={precision!r}, or None"
+    expect("gradient_dtype", gradients, gradients is None or gradients in allowed, expected)
+    return chosen._replace(gradients=gradients)
 
 
 class MasterWeights(GradientSync):

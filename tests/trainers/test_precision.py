@@ -291,7 +291,7 @@ def test_a_checkpoint_has_the_master_weights_for_any_layout_and_precision(tmp_pa
     ("options", "words"),
     [
         ({"precision": "bf16-true"}, ["'bf16-true'", "'bf16-mixed'"]),
-        ({"precision": "bf16", "autocast": torch.bfloat16}, ["autocast", "one of the two"]),
+        ({"precision": "bf16", "autocast": torch.bfloat16}, ["autocast", "None with precision"]),
         ({"precision": "bf16", "gradient_dtype": torch.float32}, ["gradient_dtype", "None"]),
         ({"precision": "bf16-mixed", "gradient_dtype": torch.float16}, ["torch.float32"]),
         ({"gradient_dtype": torch.float32}, ["precision=None", "gradient_dtype"]),

@@ -126,8 +126,8 @@ def partner(action: Action) -> Action:
 #     with messages   RECV_F0  RECV_F1  2F0  SEND_F0  RECV_B0  2F1  …
 #
 # A result is sent once it is computed. A receive is posted one action ahead: before an action is
-# computed, the receive of the next action that needs one is posted. Receives from one rank are
-# posted in the order in which that rank sends, since NCCL has no tags.
+# computed, the receive of the next action that needs one is posted. (NCCL has no tags: the executor
+# posts a receive behind all that the same rank sends earlier, see `Messages.post`.)
 
 
 def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
@@ -135,50 +135,24 @@ def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
 
     Lists that have sends already keep their order.
     """
-    apart = [[part for action in of_rank for part in action.computed()] for of_rank in ranks]
-    if any(map(lists_messages, ranks)):
-        return apart
-    sent = [[list(sends(action, placement)) for action in of_rank] for of_rank in apart]
-    # by receiver and sender, in the sender's order
-    expected: dict[int, dict[int, list[Action]]] = {rank: {} for rank in range(len(ranks))}
-    for source, of_rank in enumerate(sent):
-        for send in sum(of_rank, []):
-            receive = partner(send)
-            expected[placement[receive.stage]].setdefault(source, []).append(receive)
-    return [
-        list(posted_ahead(apart[rank], sent[rank], expected[rank], placement))
-        for rank in range(len(ranks))
-    ]
+    lists = [[part for action in of_rank for part in action.computed()] for of_rank in ranks]
+    if any(map(lists_messages, lists)):
+        return lists
+    return [list(posted_ahead(of_rank, placement)) for of_rank in lists]
 
 
-def posted_ahead(
-    actions: list[Action],
-    sent: list[list[Action]],
-    expected: dict[int, list[Action]],
-    placement: Placement,
-) -> Iterator[Action]:
-    """Yield one rank's list. `expected`: each sending rank's receives, in the order it sends."""
-    needed = [receive_for(action, placement) for action in actions]
-    channel = {receive: source for source, receives in expected.items() for receive in receives}
-    waiting = {source: iter(receives) for source, receives in expected.items()}
+def posted_ahead(actions: Sequence[Action], placement: Placement) -> Iterator[Action]:
+    """Yield one rank's list."""
+    receives = [receive_for(action, placement) for action in actions]
     posted: set[Action] = set()
-
-    def post(receive: Action) -> Iterator[Action]:
-        while receive not in posted:
-            posted.add(earlier := next(waiting[channel[receive]]))
-            yield earlier
-
-    # of each action: what the first of the actions behind it needs that needs anything
-    following: list[Action | None] = [None]
-    for receive in reversed(needed[1:]):
-        following.append(receive or following[-1])
-    following.reverse()
     for place, action in enumerate(actions):
-        for receive in (needed[place], following[place]):
-            if receive is not None:
-                yield from post(receive)
+        following = next(filter(None, receives[place + 1 :]), None)
+        for receive in (receives[place], following):
+            if receive is not None and receive not in posted:
+                posted.add(receive)
+                yield receive
         yield action
-        yield from sent[place]
+        yield from sends(action, placement)
 
 
 def receive_for(action: Action, placement: Placement) -> Action | None:
