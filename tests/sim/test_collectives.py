@@ -222,13 +222,11 @@ def test_functional_collectives():
 ALPHA, BETA = 3.0, 0.5
 SECONDS = {  # p ranks, v bytes: the table in sim/torch_collectives.py
     "all_reduce": lambda p, v: 2 * (p - 1) * ALPHA + 2 * (p - 1) / p * v * BETA,
-    "all_gather": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
-    "reduce_scatter": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
-    "all_to_all": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
-    "gather": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
-    "scatter": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
-    "broadcast": lambda p, v: (p - 1) * ALPHA + v * BETA,
-    "reduce": lambda p, v: (p - 1) * ALPHA + v * BETA,
+    **dict.fromkeys(
+        ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+        lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
+    ),
+    **dict.fromkeys(("broadcast", "reduce"), lambda p, v: (p - 1) * ALPHA + v * BETA),
     "barrier": lambda p, v: 2 * (p - 1) * ALPHA,
 }
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.sim.simulate import simulate
-from parallel101.spans import compute
 from tests.ranks.failing import line_of
 
-from .programs import run, trace, wait_for
+from .programs import trace, wait_for
 
 
 def deadlock(program, n, network=None) -> DeadlockError:
@@ -115,17 +114,6 @@ def test_polling_for_ever_is_a_deadlock_too():
             pass
 
     assert deadlock(program, 2).cycle == [0, 1]
-
-
-def test_a_rank_that_only_computes_is_no_deadlock():
-    def program(rank):
-        if rank == 0:
-            compute(1e9)
-            dist.send(torch.ones(1), 1)
-        else:
-            dist.recv(torch.empty(1), 0)
-
-    run(program, 2)
 
 
 def test_events_before_a_deadlock_are_kept():

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel101.laboratory.record.events import EventGroup
 
@@ -71,19 +70,6 @@ def test_messages_match_by_tag():
         return {tag: box.item() for tag, box in boxes.items()}
 
     assert run(program, 2).results[1] == {1: 1.0, 2: 2.0, 3: 3.0}
-
-
-def test_batch_isend_irecv():
-    def program(rank):
-        n, y = dist.get_world_size(), torch.empty(1)
-        ops = [
-            dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % n),
-            dist.P2POp(dist.irecv, y, (rank - 1) % n),
-        ]
-        wait_for(dist.batch_isend_irecv(ops))
-        return y.item()
-
-    assert run(program, 4).results == [3.0, 0.0, 1.0, 2.0]
 
 
 def test_messages_have_a_sequence_number_and_the_place_of_the_call():
@@ -153,19 +139,6 @@ def test_a_new_group_of_any_backend_has_virtual_ranks():
         return x.item(), dist.get_backend(group)
 
     assert run(program, 3).results == [(3.0, "gloo")] * 3
-
-
-def test_a_mesh_of_two_axes():
-    def program(rank):
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
-        row, column = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-        dist.all_reduce(row, group=mesh["tp"].get_group())
-        dist.all_reduce(column, group=mesh.get_group("dp"))
-        return row.item(), column.item(), tuple(mesh.get_coordinate())
-
-    assert run(program, 6).results == [
-        (3.0 if r < 3 else 12.0, 2.0 * (r % 3) + 3, (r // 3, r % 3)) for r in range(6)
-    ]
 
 
 def test_a_rank_that_destroys_its_group_leaves_the_other_ranks_groups():

@@ -225,70 +225,58 @@ class Verdict:
         return " ".join(self._describe(fault) for fault in shown) + more
 
     def _describe(self, fault: Fault) -> str:
-        replay = self.replay
-        where = f"on {ranks_text(fault.holders, replay.ranks)}"
-        if fault.kind == "nothing":
-            return "No rank ends with any of the data."
-        if fault.kind == "lost" and fault.holders:
-            lost = f"{fault.times} of the {replay.numel} elements of {data_of(fault.origins)}"
-            return sentence(
-                f"{ranks_text(fault.holders)} end with {chunk_name(replay, fault.chunk)}, and "
-                f"{lost} are in no result"
-            )
-        if fault.kind == "lost" and fault.origins:
-            return sentence(f"no rank ends with {data_of(fault.origins)}")
-        if fault.kind == "lost":
-            lost = "1 element" if fault.times == 1 else f"{fault.times} elements"
-            return (
-                f"Of the {replay.numel} elements of each rank's tensor, {lost} "
-                f"{'is' if fault.times == 1 else 'are'} in no result."
-            )
-        if fault.kind == "order":
-            return sentence(f"{where}, the parts lie in the {self._order(fault)}")
-        if fault.kind == "unwritten" and fault.chunk == len(replay.chunks):
-            return sentence(f"{where}, the result contains memory that was never written")
-        chunk = chunk_name(replay, fault.chunk)
-        if fault.kind == "twice":
-            times = {2: "twice", 7: "seven times or more"}.get(fault.times, f"{fault.times} times")
-            return sentence(f"{where}, {chunk} has {data_of(fault.origins)} {times}")
-        if fault.kind == "missing":
-            return sentence(f"{where}, {chunk} lacks {data_of(fault.origins)}")
-        if fault.kind == "absent":
-            return sentence(f"{where}, the result lacks {chunk}")
-        if fault.kind == "unwritten":
-            return sentence(f"{where}, {chunk} was never written")
-        if fault.kind == "factor":
-            what = chunk if len(replay.chunks) > 1 else "the result"
-            return sentence(f"{where}, {what} is {self._factor(fault)}")
-        return sentence(f"elements from different positions were added together, {where}")
+        replay, where = self.replay, f"on {ranks_text(fault.holders, self.replay.ranks)}"
+        known = fault.chunk < len(replay.chunks)
+        chunk = chunk_name(replay, fault.chunk) if known else ""
+        whose = data_of(fault.origins) if fault.origins else ""
+        times = {2: "twice", 7: "seven times or more"}.get(fault.times, f"{fault.times} times")
+        written = f"{chunk} was" if known else "the result contains memory that was"
+        texts = {
+            "nothing": "no rank ends with any of the data",
+            "twice": f"{where}, {chunk} has {whose} {times}",
+            "missing": f"{where}, {chunk} lacks {whose}",
+            "absent": f"{where}, the result lacks {chunk}",
+            "unwritten": f"{where}, {written} never written",
+            "mixed": f"elements from different positions were added together, {where}",
+        }
+        others = {"lost": self._lost, "order": self._order, "factor": self._factor}
+        if fault.kind in texts:
+            return sentence(texts[fault.kind])
+        return sentence(others[fault.kind](fault, where, chunk, whose))
 
-    def _order(self, fault: Fault) -> str:
+    def _lost(self, fault: Fault, where: str, chunk: str, whose: str) -> str:
+        numel = self.replay.numel
+        if fault.holders:
+            return (
+                f"{ranks_text(fault.holders)} end with {chunk}, and {fault.times} of the {numel} "
+                f"elements of {whose} are in no result"
+            )
+        if fault.origins:
+            return f"no rank ends with {whose}"
+        lost = "1 element is" if fault.times == 1 else f"{fault.times} elements are"
+        return f"of the {numel} elements of each rank's tensor, {lost} in no result"
+
+    def _order(self, fault: Fault, where: str, chunk: str, whose: str) -> str:
         labels = [self.replay.chunks[chunk].label for chunk in fault.origins]
-        if (
-            len(set(labels)) < len(labels)
-            or labels == sorted(labels, key=lambda label: (len(label), label))
-            or len(labels) > 8
-        ):
-            return "wrong order"  # the chunks do not tell in which
-        return f"order {', '.join(labels)}, and not in the ranks' order"
+        in_order = labels == sorted(labels, key=lambda label: (len(label), label))
+        if len(set(labels)) < len(labels) or in_order or len(labels) > 8:
+            order = "wrong order"  # the chunks do not tell in which
+        else:
+            order = f"order {', '.join(labels)}, and not in the ranks' order"
+        return f"{where}, the parts lie in the {order}"
 
-    def _factor(self, fault: Fault) -> str:
-        replay = self.replay
-        if not replay.sums:
-            return (
-                f"1/{fault.times} of the data"
-                if fault.times > 1
-                else "not divided, as other results are"
-            )
-        if fault.times == 1:
-            return "the sum, and other results are means"
+    def _factor(self, fault: Fault, where: str, chunk: str, whose: str) -> str:
+        replay, share = self.replay, f"1/{fault.times} of the"
         n = sum(replay.final(fault.holders[0])[fault.chunk])
-        other = (
-            "other results are the whole sum"
-            if fault.times == n
-            else f"the mean of {n} ranks is 1/{n}"
-        )
-        return f"1/{fault.times} of the sum; {other}"
+        if not replay.sums:
+            is_ = f"{share} data" if fault.times > 1 else "not divided, as other results are"
+        elif fault.times == 1:
+            is_ = "the sum, and other results are means"
+        elif fault.times == n:
+            is_ = f"{share} sum; other results are the whole sum"
+        else:
+            is_ = f"{share} sum; the mean of {n} ranks is 1/{n}"
+        return f"{where}, {chunk if len(replay.chunks) > 1 else 'the result'} is {is_}"
 
 
 def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from _thread import LockType, allocate_lock, get_ident
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
@@ -411,7 +411,8 @@ class World:
             elif all(rank.finished for rank in self.ranks):
                 return False
             else:
-                self.fail(self._explanation())
+                deadlock, misuse = self._why_stuck()
+                self.fail(misuse or deadlock or AssertionError("no virtual rank can run"))
         else:
             self._idle_polls += 1
         for rank in self._pollers:
@@ -428,8 +429,10 @@ class World:
             links.arbitrate(self.now)
         limit = self.time_limits.next() if self.time_limits.waits else None
         if limit is not None and (not self._times or limit < self._times[0]):
-            if (error := self._proven()) is not None:
-                self.fail(error)
+            # ranks may never go on, although a group's limit would end their wait
+            deadlock, misuse = self._why_stuck(before_limits=True)
+            if deadlock is not None:
+                self.fail(misuse or deadlock)
                 return True
             self.now = limit
             self.time_limits.expire()
@@ -443,44 +446,22 @@ class World:
             return False
         return True
 
-    def _explanation(self) -> Exception:
-        """Return the error that says why no rank can go on."""
-        worlds = [self, self.second] if self.second is not None else [self]
-        waits, deadlock = self._deadlock(worlds)
-        return (
-            self._misuse(worlds)
-            or deadlock
-            or AssertionError(f"no virtual rank can run, but none waits for another: {waits}")
-        )
+    def _why_stuck(self, before_limits: bool = False) -> tuple[Exception | None, Exception | None]:
+        """Return the deadlock among the ranks, and a misuse that explains it better.
 
-    def _proven(self) -> Exception | None:
-        """Return an error if ranks can never go on.
-
-        It ignores that the time limit of a group would end their wait. None: they may go on.
+        `before_limits`: ranks that poll, or handle a time limit that is still to come, go on.
         """
         worlds = [self, self.second] if self.second is not None else [self]
-        others = {rank.number for rank in self._pollers}.union(
-            *(w.time_limits.handled() for w in worlds)
-        )
-        _, deadlock = self._deadlock(worlds, but=others)
-        return deadlock and (self._misuse(worlds) or deadlock)
-
-    def _misuse(self, worlds: Sequence[World]) -> Exception | None:
-        errors = (world.find_misuse() or world.call_checker.error() for world in worlds)
-        return next(filter(None, errors), None)
-
-    def _deadlock(
-        self, worlds: Sequence[World], but: Collection[int] = ()
-    ) -> tuple[dict[int, Call], Exception | None]:
-        """Return the calls in which ranks wait, and the deadlock among them.
-
-        `but`: ranks that go on.
-        """
+        others: set[int] = set()
+        if before_limits:
+            others = {rank.number for rank in self._pollers}.union(
+                *(world.time_limits.handled() for world in worlds)
+            )
         waits = {
             rank.number: rank.waiting
             for world in worlds
             for rank in world.ranks
-            if rank.waiting is not None and not rank.finished and rank.number not in but
+            if rank.waiting is not None and not rank.finished and rank.number not in others
         }
         threads = {rank.number: rank.thread for rank in self.ranks}
         # where each rank is blocked, which may be some lines after its call
@@ -491,4 +472,6 @@ class World:
         }
         returned = [rank.number for rank in self.ranks if rank.finished]
         notes = [note for world in worlds for note in world.deadlock_notes()]
-        return calls, find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)
+        deadlock = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)
+        misuses = (world.find_misuse() or world.call_checker.error() for world in worlds)
+        return deadlock, next(filter(None, misuses), None)
