@@ -85,6 +85,9 @@ def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel
     assert "96 B" not in shown(explorer)
     move(explorer, ranks=2)  # still to be predicted
     assert "First predict" in explorer.status.value and "<table>" not in shown(explorer)
+    explorer.run_button.click()
+    assert "Write down a prediction first" in explorer.status.value
+    assert "<table>" not in shown(explorer), "a second press shows it"
     assert "96 B" in explorer._repr_mimebundle_()[0]["text/html"]
     predict(explorer, "64 B")
     explorer.run_button.click()

@@ -112,10 +112,10 @@ class Explorer(ipywidgets.VBox):
             control.observe(self._changed, "value")
         self.quantity.observe(self._ask_for_unit, "value")
         self._ask_for_unit()
-        self.run_button.on_click(lambda _: self._show())
+        self.run_button.on_click(lambda _: self._pressed())
         # the Enter key
         self.prediction.on_msg(
-            lambda _, message, __: self._show() if message.get("event") == "submit" else None
+            lambda _, message, __: self._pressed() if message.get("event") == "submit" else None
         )
         self._asked = False
         self._changed(None)
@@ -147,6 +147,13 @@ class Explorer(ipywidgets.VBox):
         """Say in the empty field what to write."""
         unit = self.quantities[self.quantity.value]
         self.prediction.placeholder = f"in {unit}, or with a unit" if unit else "a number, or words"
+
+    def _pressed(self) -> None:
+        """Show the result; without the prediction that was asked for, remind the reader once."""
+        if not self._asked or self.prediction.value.strip():
+            return self._show()
+        self._asked, first = False, "Write down a prediction first"
+        self.status.value = f"{first}, or press Run again to see the result without one."
 
     def _show(self) -> None:
         """Run, and show the result with the prediction."""
