@@ -210,12 +210,6 @@ def test_gpus_cross_node_all_to_all():
     assert (B / (2 * 400e9)) / (B / (8 * 450e9)) > 4
 
 
-def test_gpus_quiz_4_question_1():
-    """An SU of M nodes: "T_AllGather = B · (M - 1) / (M · 400e9)"."""
-    B, M = 1e9, 32
-    assert cost.all_gather(B, [M, 8], "H100").seconds == about(B * (M - 1) / (M * 400e9))
-
-
 def test_gpus_quiz_4_question_5():
     """Exactly two nodes: "B * 7 / (8 * 450e9) = B / 514e9 while beyond … B / 800e9.
 

@@ -95,17 +95,6 @@ def test_one_ring(n):
     assert seconds(Network.ring(latency=t, bandwidth=w), n, gathering, nbytes) == near(both)
 
 
-def test_part_3_question_2_on_a_ring_of_four():
-    """23 µs, and 11.6 µs for the all-reduce: TPU v4p, whose links carry 4.5e10 bytes per second
-    each way.
-    """
-    network = Network.ring(latency=0.0, bandwidth=4.5e10)
-    gather = seconds(network, 4, {"all_gather": "bidirectional_ring"}, 2 * 1024 * 4096 // 4)
-    reduce = seconds(network, 4, {"all_reduce": "bidirectional_ring"}, 2 * 1024 * 4096 // 16)
-    assert gather == {"all_gather": pytest.approx(2 * 1024 * 4096 / (9e10 * 4), rel=0.01)}
-    assert reduce == {"all_reduce": pytest.approx(11.6e-6, rel=0.01)}
-
-
 def test_case_2_pop_quiz_2_on_a_line():
     """560 µs (here for 1/64 of the array), and 3 µs for a small one: without wraparound shards
     need three hops, as on a one-way ring.
