@@ -42,6 +42,19 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def raised(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a call raises, in words."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 class Setting(NamedTuple):
     optimizer: str
     clip_norm: float | None

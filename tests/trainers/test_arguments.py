@@ -14,13 +14,9 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import TRAINERS
+from tests.trainers.cases import TRAINERS, sgd
 
 X, Y = torch.ones(6, 4), torch.ones(6, 4)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def model():

@@ -16,7 +16,7 @@ from torch import nn
 import parallel101 as p101
 from parallel101.laboratory.analysis.overlap import time_breakdown, time_windows
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import TRAINERS
+from tests.trainers.cases import TRAINERS, sgd
 
 SIZES = [12, 24, 36, 48, 60, 72]  # 2, 3 and 4 divide every layer; no two layers are alike
 LAYERS = [4 * (a * b + b) for a, b in zip(SIZES, SIZES[1:])]  # bytes
@@ -32,10 +32,6 @@ THEORY = {  # trainer, microbatches → how often (n−1)/n of the weights' byte
     ("ZeRO-3", 3): 3 * 3,
 }
 CLOCK = p101.Network(latency=1.0, bandwidth=1e6)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def steps(settings, **options):

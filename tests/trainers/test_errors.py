@@ -13,24 +13,12 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import TRAINERS, differing, on_mesh, randn
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.trainers.cases import TRAINERS, differing, on_mesh, raised, randn, sgd
 
 
 def trainer(model=None, optimizer=sgd, loss_fn=F.mse_loss, **options):
     model = MLP([3, 4, 2]) if model is None else model
     return p101.DataParallelTrainer(model, loss_fn, optimizer, **options)
-
-
-def raised(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # ── when a trainer is built ──

@@ -12,23 +12,22 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import TASKS, TRAINERS, differing, gpt, mesh_of, on_mesh, randn, seeded
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.trainers.cases import (
+    TASKS,
+    TRAINERS,
+    differing,
+    gpt,
+    mesh_of,
+    on_mesh,
+    raised,
+    randn,
+    seeded,
+    sgd,
+)
 
 
 def mlp():
     return seeded(MLP([4, 8, 8, 3]))
-
-
-def raised(call, *args, **options):
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 class Closed(nn.Module):

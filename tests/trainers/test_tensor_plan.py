@@ -465,23 +465,18 @@ def refused(plan, model, batch, loss_fn=F.mse_loss, **options):
         trainer.step(*batch)
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_plan_that_does_not_fit_the_layers_around_is_refused_in_the_first_step(name):
-    plan, model = UNFIT[name]
-    run = lambda: refused(plan, seeded(copy.deepcopy(model)), rows(4, 4)(0))  # noqa: E731
-    p101.launch(run, world_size=2, backend="sim")
-
-
-def without_all_times() -> None:
-    """Modules that need all times, and get a rank's."""
+def that_do_not_fit() -> None:
+    """The plans above, and modules that need all times and get a rank's."""
+    for plan, model in UNFIT.values():
+        refused(plan, seeded(copy.deepcopy(model)), rows(4, 4)(0))
     over_time = seeded(seq(*linears(2, 2, 2), nn.LayerNorm((5, 2)), *linears(2, 2, 2)))
     rows_in_time = torch.ones(4, 5, 2).double(), torch.ones(4, 5, 2).double()
     refused(IN_TIME_CUT, over_time, rows_in_time, **IN_TIME)
     refused({"*.up": "column", "*.down": "row"}, gpt(), text(0), next_token_loss, **IN_TIME)
 
 
-def test_sequence_parallel_is_refused_in_the_first_step_if_a_module_needs_all_times():
-    p101.launch(without_all_times, world_size=2, backend="sim")
+def test_a_plan_that_does_not_fit_the_layers_around_is_refused_in_the_first_step():
+    p101.launch(that_do_not_fit, world_size=2, backend="sim")
 
 
 # ── refused ──

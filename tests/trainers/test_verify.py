@@ -239,7 +239,7 @@ def two_steps(name, check):
 @pytest.mark.parametrize(
     ("name", "rules"),
     [
-        *((name, "gloo") for name in ("overlapped", "ZeRO-3", "tensor", "pipeline")),
+        *((name, "gloo") for name in ("overlapped", "tensor and pipeline")),
         ("zero bubble", "nccl"),
     ],
 )
@@ -413,14 +413,8 @@ def test_a_report_is_a_table_the_same_on_all_ranks():
     assert first.worst.ratio <= 1
     lines = str(first).splitlines()
     assert lines[0] == "equal to one process"
-    assert [line.split()[0] for line in lines[2:]] == [
-        "loss",
-        "gradient",
-        "gradient",
-        "update",
-        "update:",
-        "evaluate",
-    ]
+    kinds = [line.split()[0] for line in lines[2:]]
+    assert kinds == ["loss", "gradient", "gradient", "update", "evaluate"]
 
 
 def test_an_error_has_the_report():

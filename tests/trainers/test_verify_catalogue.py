@@ -696,6 +696,19 @@ SORTED: Batch = randn(1, 12, 6), torch.tensor([0] * 6 + [5] * 6)
 LATE: Batch = randn(1, 12, 6), torch.tensor([1, 2] * 5 + [-100] * 2)
 ONE: Batch = ROWS[0][:1], ROWS[1][:1]
 TWELVE: Batch = randn(1, 12, 6), randn(2, 12, 6)
+
+
+def remembering() -> nn.Sequential:
+    """A hook that scales with a mean over the gradients that it has seen."""
+    mean = [0.0]
+
+    def hook(g: Tensor) -> Tensor:
+        mean[0] = 0.9 * mean[0] + 0.1 * g.abs().mean().item()
+        return g * (1 + mean[0])
+
+    return hooked(hook)
+
+
 CLAMP = partial(hooked, lambda g: g.clamp(-20, 20))
 HIDDEN = {
     "class weights, sorted": Program(
@@ -706,6 +719,7 @@ HIDDEN = {
     "a capacity": Program(MIXES, PARTS, lambda: chain(Function(capacity)), batch=TWELVE),
     "neighbours": Program(MIXES, PARTS, lambda: chain(Function(lambda x: x + x.roll(1, 0)))),
     "large gradients are clamped": Program(DIFFERS, (*SHARES, "accumulated"), CLAMP),
+    "a hook that remembers": Program("differs by", ("dp", "ZeRO-3", "tp"), remembering),
     "a state in an attribute": Program(
         "change from one forward", ("accumulated", "alone", "pp"), lambda: chain(Carried())
     ),
@@ -1034,17 +1048,34 @@ def test_copies_that_no_longer_are_equal_are_refused_in_a_later_step():
     assert p101.launch(drifted, world_size=2, backend="sim").results == [2, 2]
 
 
+def with_its_gradient(x: Tensor) -> Tensor:
+    """As of an energy: such a model can't be evaluated without gradients."""
+    (gradient,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    return x + gradient
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(randn(3, 6), randn(4, 6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda: model_of(Function(lambda x: x.mul_(2)), *chain()),
         partial(begun_alike, parametrizations.orthogonal),
+        lambda: chain(Function(with_its_gradient)),
+        lambda: chain(Turned()),
     ],
-    ids=["inputs that change in place", "an orthogonal matrix"],
+    ids=["inputs that change in place", "an orthogonal matrix", "a gradient", "complex weights"],
 )
 def test_verify_finds_it_equal(build):
     def train() -> bool:
-        trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw)
+        trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw, clip_norm=0.05)
         return trainer.verify(*trainer.share(tuple(t.clone() for t in ROWS))).equal
 
     assert p101.launch(train, world_size=2, backend="sim").results == [True, True]

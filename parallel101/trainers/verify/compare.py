@@ -6,7 +6,8 @@
 After each gradient is compared, both go on from that of one process, and after each update from its
 weights: Adam turns the rounding of a zero gradient into a full step. Weights that are zero, such as
 LoRA's B or a head, are moved a little at the start, since they would hide what comes before them.
-The third loss is scaled, so that a hook that clamps only large gradients shows.
+The third loss is scaled, so that a hook that clamps only large gradients shows. Every rank notes
+how far its numbers are off, and the first rank judges.
 
 A result in precision u is rounded once in each of the d modules, there and back, and sums up to k
 numbers. Such errors add up like a random walk, so two orders of summing differ by about √(d·k)·u.
@@ -21,6 +22,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,9 +40,13 @@ from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import (
     Outcome,
     Share,
-    Training,
+    Values,
     WholeModel,
+    dtypes_of_trained,
+    in_float64,
+    largest,
     lift_learning_rates,
+    train,
 )
 from parallel101.trainers.verify.report import (
     KINDS,
@@ -53,10 +59,10 @@ from parallel101.trainers.verify.report import (
 from parallel101.trainers.verify.snapshot import Snapshot, seed_all
 
 SAFETY, NOISE = 4, 16
-LARGE = 1000.0  # about the largest gradient of the scaled loss
-# How much more of its step may be rounding. It is for what clamps large gradients, which differs
-# grossly, and the gradient of a matrix exponential gets less exact than its size says.
+# How much more of the scaled step may be rounding. It is for what clamps large gradients, which
+# differs grossly, and the gradient of a matrix exponential gets less exact than its size says.
 LOOSE = 100
+Difference = tuple[str, str, int, float]  # kind, name, step, how far
 Bounds = dict[tuple[str, str], float]  # kind, name → the largest difference that is rounding
 
 
@@ -70,31 +76,13 @@ class Comparison:
         room: for activations on the first rank, in bytes.
     """
 
-    def __init__(
-        self,
-        verification: Any,  # a Verification
-        batch: Share,
-        snapshot: Snapshot,
-        room: float,
-    ):
-        trainer: Trainer = verification.trainer
-        self.trainer, self.verification, self.snapshot = trainer, verification, snapshot
-        self.batch, self.room = batch, room
+    def __init__(self, verification: Any, batch: Share, snapshot: Snapshot, room: float):
+        self.trainer: Trainer = verification.trainer
+        self.verification, self.snapshot, self.room = verification, snapshot, room
         self.whole: WholeModel | None = verification.whole
-        self.rows, self.cause = list[Row](), ""
+        self.batch, self.cause = batch, ""
         self.expected: list[Outcome] = []  # on the first rank
-        precision = trainer.precision
-        entries = [trainer.layout.entries[name] for name in trainer.trained]
-        dtypes = [*(entry.dtype for entry in entries), precision.weights, precision.autocast]
-        self.eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype is not None)
-        depth = sum(1 for module in trainer.model.modules() if module._parameters)
-        terms = max(
-            *(max(entry.shape, default=1) for entry in entries),
-            *(t.numel() * trainer.axes.size(SAMPLES) for t in tensors_of(batch)),
-        )
-        sums = min(self.eps, torch.finfo(torch.float32).eps)
-        (of_ranks,) = trainer.agree.numbers(SAFETY * sums * math.sqrt(max(depth, 1) * terms))
-        self.bound = max(of_ranks)
+        self.differences: list[Difference] = []
 
     def run(self) -> Report:
         trainer, agree = self.trainer, self.trainer.agree
@@ -113,7 +101,7 @@ class Comparison:
                 words = f"one process could not train on the whole batch ({type(error).__name__}"
                 header = {"problem": f"It can't be compared: {words}: {error})."}
             self.snapshot.restore()
-        header = self.trainer.agree.objects(header)[0]
+        header = agree.objects(header)[0]
         if "problem" in header:
             return Report(cause=header["problem"])
         if not math.isfinite(sum(header["losses"])):
@@ -122,43 +110,38 @@ class Comparison:
         try:
             self.steps(header)
         except (FloatingPointError, NoTargets) as error:  # on every rank, and not in one process
-            if not (words := self.explain([])):
+            if not (words := agree.objects(self.explain([]))[0]):
                 raise
             return Report(cause=f"{words} In parts: {error}")
         except (RuntimeError, ValueError) as error:  # on each rank that raises it
-            if trainer.axes.sizes.get("tp", 1) == 1 or not SHAPES.search(str(error)):
+            tp = trainer.axes.sizes.get("tp", 1)
+            if tp == 1 or not SHAPES.search(str(error)):
                 raise
             words = (
-                f"One process can compute this batch, and with the layers cut over "
-                f"{trainer.axes.sizes['tp']} ranks {type(error).__name__} was raised: "
-                f"{str(error).splitlines()[0]}. {HINTS['tp']}"
+                f"One process can compute this batch, and with the layers cut over {tp} ranks "
+                f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. {HINTS['tp']}"
             )
             raise NotEqualError(refusal(report := Report(cause=words)), report) from error
-        rows = self.judged()
-        if not self.cause and any(row.ratio > 1 for row in rows):
-            self.cause = self.explain(rows)
-        return Report(rows, cause=self.cause, note=header["note"])
+        of_ranks, rows = agree.objects(self.differences), list[Row]()
+        if self.whole is not None:
+            rows = self.judged(of_ranks)
+            self.cause = self.cause or self.explain(rows)
+        rows, self.cause = agree.objects((rows, self.cause))[0]
+        return Report([Row(*row) for row in rows], cause=self.cause, note=header["note"])
 
-    # ── one process, on the first rank ──
+    # ── on the first rank ──
 
     def one_process(
-        self,
-        whole: WholeModel,
-        shares: list[Share],
-        values: dict[str, Tensor],
-        state: Mapping[str, Any],
+        self, whole: WholeModel, shares: list[Share], values: Values, state: Any
     ) -> dict[str, Any]:
         """Take the steps of one process. Returns the results that every rank needs before."""
         trainer, few, note = self.trainer, None, ""
-
-        def samples() -> int:
-            return sum(count_samples(inputs) for inputs, _ in shares)
-
         if self.snapshot.lost:
-            lost = ", ".join(sorted(self.snapshot.lost))
-            note = f"verify has not put back what it can't: {lost}"
+            note = f"verify has not put back what it can't: {', '.join(sorted(self.snapshot.lost))}"
         if self.room < math.inf:
-            needed = samples() * whole.bytes_of_a_sample(values, shares[0])
+            whole.make_whole(values)
+            samples = sum(count_samples(inputs) for inputs, _ in shares)
+            needed = samples * whole.bytes_of_a_sample(shares[0][0])
             self.snapshot.restore()
             if needed > self.room:
                 few = trainer.runner.microbatches
@@ -168,124 +151,158 @@ class Comparison:
                     f"one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, "
                     f"and there are {readable(self.room)}"
                 )
-        try:
+        with suppress(ValueError):  # samples of different shapes: one share after the other
             shares = [join(shares)]
-        except ValueError:  # samples of different shapes: it computes one share after the other
-            pass
         perturbed = without_zeros({name: values[name] for name in trainer.trained})
-        self.start, self.shares, scales = values | perturbed, shares, [1.0] * STEPS
-        self.training = Training(whole, self.start, trainer, state)
-        for step in range(STEPS):
-            if step == STEPS - 1:
-                half = trainer.precision.weights == torch.float16
-                scales[step] = scale_for(self.expected[-1].gradients, 16 if half else LARGE)
-            self.expected.append(self.training.step(shares, scales[step]))
-        self.scales = scales
-        with whole.whole(self.training.values):
-            evaluated = whole.evaluate(shares)
+        self.start, self.shares = {**values, **perturbed}, shares
+        precision = trainer.precision
+        dtypes = [*dtypes_of_trained(trainer).values(), precision.weights, precision.autocast]
+        self.eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype is not None)
+        depth = sum(1 for module in whole.changed if module._parameters)
+        lengths = [n for name in trainer.trained for n in trainer.layout.entries[name].shape]
+        terms = max(*lengths, sum(t.numel() for t in tensors_of(shares)), 1)
+        exact = min(self.eps, torch.finfo(torch.float32).eps)
+        self.bound = SAFETY * exact * math.sqrt(max(depth, 1) * terms)
+        self.expected = train(whole, trainer, self.start, state, shares)
         return {
             "note": note,
             "few": few,
-            "samples": samples(),
+            "samples": sum(count_samples(inputs) for inputs, _ in shares),
             "perturbed": perturbed,
-            "scales": scales,
             "losses": [outcome.loss for outcome in self.expected],
-            "evaluated": evaluated,
+            "evaluated": whole.evaluate(shares),
         }
 
-    def bounds(self, outcome: Outcome, scale: float, least: float = 0.0) -> Bounds:
-        relative = max(self.bound, least) * (LOOSE if scale > 1 else 1)
-        # zero but for rounding, such as the gradient of a bias before a softmax
-        zero = self.eps * max(map(largest, outcome.gradients.values()), default=0.0)
-        return {
-            (what, name): relative * size + (zero if what == "gradient" else 0.0)
-            for (what, name), size in sizes(outcome).items()
-        }
-
-    def measured_bounds(self) -> list[Bounds]:
-        """Return the difference that a change of all weights by their rounding makes, times a
-        factor; at least what the coarsest dtype may.
+    def judged(self, of_ranks: Sequence[Sequence[Difference]]) -> list[Row]:
+        """Return the largest of each difference over the ranks, beside its bound. If the bounds
+        don't explain all, rounding is measured.
         """
-        found, values = [], dict(self.start)
-        for outcome, scale in zip(self.expected, self.scales):
-            near = jittered(values, self.eps), jittered(self.shares, self.eps)
-            with self.training.computed(*near, scale) as again:
+        largest_of: dict[tuple[str, str, int], float] = {}
+        for what, name, step, difference in (one for rank in of_ranks for one in rank):
+            key = what, name, step
+            largest_of[key] = max(difference, largest_of.get(key, 0.0))
+        measured = False
+        while True:
+            bounds, rows = self.bounds(measured), []
+            for (what, name, step), difference in largest_of.items():
+                most = bounds[step - 1].get((what, name), 0.0)
+                ratio = difference / most if most else math.inf if difference else 0.0
+                rows.append(Row(what, name, step, difference, ratio))
+            if measured or all(row.ratio <= 1 or row.what == "update" for row in rows):
+                return sorted(rows, key=lambda row: KINDS.index(row.what))
+            measured = True
+
+    def bounds(self, measured: bool) -> list[Bounds]:
+        """Return, for each step, the largest differences that are rounding: relative to the size of
+        the numbers and, if it is measured, at least a multiple of the difference that a change of
+        all weights and inputs by their rounding makes.
+        """
+        values, found, whole = dict(self.start), list[Bounds](), self.whole
+        if measured:
+            self.snapshot.restore()
+        for outcome in self.expected:
+            relative = max(self.bound, SAFETY * self.eps * measured)
+            loose = relative * (LOOSE if outcome.scale > 1 else 1)
+            # zero but for rounding, such as the gradient of a bias before a softmax
+            zero = self.eps * max(map(largest, outcome.gradients.values()), default=0.0)
+            most = {
+                (what, name): loose * size + (zero if what == "gradient" else 0.0)
+                for (what, name), size in sizes(outcome).items()
+            }
+            if measured and whole is not None:
+                near = jittered(values, self.eps), jittered(self.shares, self.eps)
+                again = whole.compute(*near, dtypes_of_trained(self.trainer), outcome.scale)
                 noise = sizes(outcome, again)
-            least = self.bounds(outcome, scale, SAFETY * self.eps)
-            found.append({key: max(most, NOISE * noise[key]) for key, most in least.items()})
+                most = {key: max(size, NOISE * noise[key]) for key, size in most.items()}
+            for name, updated in outcome.updated.items():
+                rounding = 2 * torch.finfo(updated.dtype).eps * largest(updated)
+                most["update", name] = self.bound * largest(updated - values[name]) + rounding
             values |= outcome.updated | outcome.buffers
+            found.append(most)
+        found[-1]["evaluate", ""] = max(most["loss", ""] for most in found)
         return found
+
+    def explain(self, rows: Sequence[Row]) -> str:
+        """Return why they differ, in words; "" if it can't be told, and on the other ranks."""
+        kinds, whole = {row.what for row in rows if row.ratio > 1}, self.whole
+        if whole is None or (rows and not kinds):
+            return ""
+        if kinds == {"update"}:
+            return NOT_ELEMENTWISE
+        words, (inputs, targets) = "", self.shares[0]
+        bound, repeated = max(self.bound, SAFETY * self.eps), self.trainer.runner.microbatches > 1
+        self.snapshot.restore()
+        of_loss = self.verification.snapshot_of_loss()
+        whole.make_whole(self.start)
+        with suppress(Exception), whole.without_chance():  # loss_fn may raise for some samples
+            with torch.no_grad():
+                outputs = whole.outputs(map_tensors(torch.clone, inputs))
+            words = halves.problem_of_loss(
+                whole.loss_fn, outputs, targets, bound, of_loss.restore
+            ) or halves.problem_of_model(whole, inputs, outputs, bound, repeated)
+        axes = (axis for axis, size in self.trainer.axes.sizes.items() if size > 1 and rows)
+        return words or next((HINTS[axis] for axis in axes if axis in HINTS), "")
 
     # ── all ranks ──
 
     def steps(self, header: Mapping[str, Any]) -> None:
-        trainer = self.trainer
+        """Take the trainer's steps, and note how far its numbers are off."""
+        trainer, agree = self.trainer, self.trainer.agree
         if few := header["few"]:
             self.batch = map_tensors(lambda t: t[:few], self.batch)
         self.load(header["perturbed"])
         lift_learning_rates(trainer.optimizer)
         # an optimizer's noise is the same on all ranks if they were seeded alike
-        self.seeds = [
-            1 if trainer.agree.same(str(state)) else 2 + trainer.position
+        seeds = [
+            1 if agree.same(str(state)) else 2 + trainer.position
             for state in (torch.get_rng_state().tolist(), random.getstate())
         ]
-        most = 0.0
         for step in range(STEPS):
-            loss = self.gradients(header["samples"], header["scales"][step])
-            expected = self.expected[step] if self.expected else None
-            most = max(most, self.step(step + 1, loss, expected))
-        self.add("evaluate", "", STEPS, abs(self.evaluate() - header["evaluated"]), most)
+            told = self.expected[step][:5] if self.expected else None
+            scale, *expected = agree.objects(told)[0]
+            self.gradients(step + 1, header["samples"], scale, *expected)
+            del told, expected  # before other whole tensors arrive
+            clip(trainer)
+            seed_all(seeds[1])
+            torch.manual_seed(seeds[0])
+            try:
+                trainer.optimizer.step()
+            except Exception:  # as Muon's, which wants matrices
+                with torch.no_grad():
+                    for p in trainer.owned.values():
+                        p.fill_(torch.nan)
+            updated = agree.objects(self.expected[step].updated if self.expected else None)[0]
+            for name, p in trainer.owned.items():
+                should = trainer.layout.cut(name, updated[name])
+                self.note("update", name, step + 1, distance(p.detach(), should))
+            self.load(updated)
+        if not math.isnan(header["evaluated"]):
+            self.note("evaluate", "", STEPS, abs(self.evaluate() - header["evaluated"]))
 
-    def step(self, step: int, loss: float, expected: Outcome | None) -> float:
-        """Compare the gradients, and an update from equal ones, with those of one process. Returns
-        the bound of the loss.
-        """
-        trainer, cut = self.trainer, self.trainer.layout.cut
-        told = expected and (*expected[:4], self.bounds(expected, self.scales[step - 1]))
-        of_loss, gradients, norm, buffers, bounds = trainer.agree.objects(told)[0]
-
-        def add(what: str, name: str, difference: float) -> None:
-            self.add(what, name, step, difference, bounds.get((what, name), 0.0))
-
-        add("loss", "", abs(loss - of_loss))
-        if trainer.clip_norm is not None:
-            add("norm", "", abs(float(gradient_norm(trainer)) - norm))
-        for name, b in trainer.model.named_buffers():
-            if name in trainer.layout.entries and b.shape == buffers[name].shape:
-                add("buffer", name, distance(b.detach(), buffers[name]))
-        for name, p in trainer.owned.items():
-            gradient, zero = gradients[name], torch.zeros_like(p)
-            should = zero if gradient is None else cut(name, gradient)
-            add("gradient", name, distance(zero if p.grad is None else p.grad, should))
-            p.grad = None
-            if gradient is not None:
-                p.grad = should.to(p.grad_dtype or p.dtype, copy=True)
-        del told, gradients, buffers  # before other whole tensors arrive
-        before = {name: p.detach().clone() for name, p in trainer.owned.items()}
-        self.update()
-        updated = trainer.agree.objects(expected and expected.updated)[0]
-        for name, p in trainer.owned.items():
-            should = cut(name, updated[name])
-            rounding = 2 * torch.finfo(p.dtype).eps * largest(should)
-            most = self.bound * largest(should - before[name]) + rounding
-            self.add("update", name, step, distance(p.detach(), should), most)
-        self.load(updated)
-        return bounds["loss", ""]
-
-    def add(self, what: str, name: str, step: int, difference: float, most: float) -> None:
-        ratio = difference / most if most else math.inf if difference else 0.0
-        self.rows.append(Row(what, name, step, difference, ratio))
+    def note(self, what: str, name: str, step: int, difference: float) -> None:
+        self.differences.append((what, name, step, difference))
 
     @torch.no_grad()
-    def load(self, values: Mapping[str, Tensor]) -> None:
+    def load(self, values: Values) -> None:
         """Copy these whole weights to where they are on the ranks."""
         for name, p in self.trainer.owned.items():
             if name in values:
                 p.copy_(self.trainer.layout.cut(name, values[name]))
         self.trainer.gradient_sync.publish()
 
-    def gradients(self, samples: int, scale: float) -> float:
-        """Compute the gradients as the trainer does, of a scaled loss. Returns the loss."""
+    def gradients(
+        self,
+        step: int,
+        samples: int,
+        scale: float,
+        of_loss: float,
+        gradients: Mapping[str, Tensor | None],
+        norm: float,
+        buffers: Values,
+    ) -> None:
+        """Compute the gradients as the trainer does, of a scaled loss, compare them, and go on from
+        those of one process.
+        """
         trainer, verification = self.trainer, self.verification
         trainer.gradient_sync.scale = scale
         inputs, targets = map_tensors(torch.clone, self.batch)  # which may be changed in place
@@ -300,20 +317,19 @@ class Comparison:
                 if p.grad is not None:
                     p.grad /= scale
         self.cause = verification.check_loss() or self.cause
-        return loss
-
-    def update(self) -> None:
-        """Take the optimizer's step, with clipping."""
-        trainer = self.trainer
-        clip(trainer)
-        seed_all(self.seeds[1])
-        torch.manual_seed(self.seeds[0])
-        try:
-            trainer.optimizer.step()
-        except Exception:  # as Muon's, which wants matrices
-            with torch.no_grad():
-                for p in trainer.owned.values():
-                    p.fill_(torch.nan)
+        self.note("loss", "", step, abs(loss - of_loss))
+        if trainer.clip_norm is not None:
+            self.note("norm", "", step, abs(float(gradient_norm(trainer)) - norm))
+        for name, b in trainer.model.named_buffers():
+            if name in trainer.layout.entries and b.shape == buffers[name].shape:
+                self.note("buffer", name, step, distance(b.detach(), buffers[name]))
+        for name, p in trainer.owned.items():
+            gradient, zero = gradients[name], torch.zeros_like(p)
+            should = zero if gradient is None else trainer.layout.cut(name, gradient)
+            self.note("gradient", name, step, distance(zero if p.grad is None else p.grad, should))
+            p.grad = None
+            if gradient is not None:
+                p.grad = should.to(p.grad_dtype or p.dtype, copy=True)
 
     def evaluate(self) -> float:
         """Return the loss in evaluation mode."""
@@ -330,59 +346,6 @@ class Comparison:
 
     def called(self) -> list[nn.Module]:
         return list(getattr(self.trainer.runner, "parts", {0: self.trainer.model}).values())
-
-    # ── the result ──
-
-    def judged(self) -> list[Row]:
-        """Return the worst result of each comparison over the ranks, on all of them. If bounds
-        don't explain all differences, rounding is measured.
-        """
-        worst: dict[tuple[str, str, int], Row] = {}
-        for rows in self.trainer.agree.objects([tuple(row) for row in self.rows]):
-            for row in map(Row._make, rows):
-                if row.ratio >= worst.setdefault(row[:3], row).ratio:
-                    worst[row[:3]] = row
-        rows = sorted(worst.values(), key=lambda row: KINDS.index(row.what))
-        if all(row.ratio <= 1 or row.what == "update" for row in rows):
-            return rows
-        measured: list[Bounds] = []
-        if self.whole is not None:
-            self.snapshot.restore()
-            measured = self.measured_bounds()
-        measured = self.trainer.agree.objects(measured)[0]
-
-        def again(row: Row) -> Row:
-            what = "loss" if row.what == "evaluate" else row.what
-            most = measured[row.step - 1].get((what, row.name))
-            return row._replace(ratio=min(row.ratio, row.difference / most)) if most else row
-
-        return list(map(again, rows))
-
-    def explain(self, rows: Sequence[Row]) -> str:
-        """Return why they differ, in words, the same on every rank; "" if it can't be told."""
-        words, trainer = "", self.trainer
-        if self.whole is not None:
-            self.snapshot.restore()
-            kinds = {row.what for row in rows if row.ratio > 1}
-            try:
-                words = NOT_ELEMENTWISE if kinds == {"update"} else self.from_halves(self.whole)
-            except Exception:  # as loss_fn may raise for some of the samples
-                words = ""
-            if rows and not words:
-                axes = (axis for axis, size in trainer.axes.sizes.items() if size > 1)
-                words = next((HINTS[axis] for axis in axes if axis in HINTS), "")
-        return trainer.agree.objects(words)[0]
-
-    def from_halves(self, whole: WholeModel) -> str:
-        inputs, targets = self.shares[0]
-        bound, repeated = max(self.bound, SAFETY * self.eps), self.trainer.runner.microbatches > 1
-        of_loss = self.verification.snapshot_of_loss()
-        with whole.whole(self.start), whole.without_chance():
-            with torch.no_grad():
-                outputs = whole.outputs(map_tensors(torch.clone, inputs))
-            return halves.problem_of_loss(
-                whole.loss_fn, outputs, targets, bound, of_loss.restore
-            ) or halves.problem_of_model(whole, inputs, outputs, bound, repeated)
 
 
 NOT_ELEMENTWISE = (
@@ -411,9 +374,8 @@ HINTS = {
         "cut are lost, and loss_fn sees only a part of it."
     ),
     "pp": (
-        "Along pp a rank calls some modules of .sequence(), one after the other, and not the "
-        "model's forward. Look for what forward does between them, and for hooks on the model. "
-        "loss_fn sees only the weights of the last stage."
+        "Along pp a rank calls some modules of .sequence(), and not the model's forward: look for "
+        "what forward does between them, for hooks on the model, and for weights in loss_fn."
     ),
 }
 
@@ -425,19 +387,10 @@ def messages_of_its_own(model: nn.Module) -> str:
             return (
                 f"It can't be compared: {name!r} is a {type(module).__name__} of "
                 "parallel101.layers, which sends messages to other ranks, and one process has "
-                "none. If it has weights, it sums their gradients itself, and the trainer sums "
-                "them again: use affine=False, or a loop of your own. Without any, compare it "
-                "yourself, and pass verify=False."
+                "none. Use a loop of your own; or, if it has no weights, whose gradients the "
+                "trainer would sum again, compare it yourself and pass verify=False."
             )
     return ""
-
-
-def scale_for(gradients: Mapping[str, Tensor | None], wanted: float) -> float:
-    """Return a power of two that makes the largest gradient about as large as `wanted`."""
-    size = max(map(largest, gradients.values()), default=0.0)
-    if not 0 < size < math.inf:
-        return 1.0
-    return 2.0 ** max(0, min(40, round(math.log2(wanted / size))))
 
 
 # ── weights that are zero, or changed by their rounding ──
@@ -476,7 +429,7 @@ def sizes(outcome: Outcome, other: Outcome | None = None) -> Bounds:
     """Return, by kind and name, the largest number in the same module or, given another outcome,
     the largest difference from that.
     """
-    other = other or Outcome(0.0, {}, 0.0, {}, {})
+    other = other or Outcome(1.0, 0.0, {}, 0.0, {}, {})
     found = {
         ("loss", ""): abs(outcome.loss - other.loss),
         ("norm", ""): abs(outcome.norm - other.norm),
@@ -501,17 +454,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
     The same infinity in both, or NaN in both, counts as equal: half precision overflows.
     """
-    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float64)
-    a, b = a.to(dtype), b.to(dtype)
-    found = largest(a - b)
-    if math.isfinite(found):
-        return found
+    a, b = in_float64(a), in_float64(b)
+    far = largest(a - b)
+    if math.isfinite(far):
+        return far
     return largest((a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0))
-
-
-def largest(t: Tensor | None) -> float:
-    """Return the largest absolute value; infinity if one is not a number."""
-    if t is None or not t.numel():
-        return 0.0
-    found = float(t.detach().to_dense().abs().max() if t.is_sparse else t.detach().abs().max())
-    return math.inf if math.isnan(found) else found

@@ -91,7 +91,7 @@ def problem_of_model(
     """Return what is wrong with cutting the model's inputs along the samples; "" if nothing is.
 
     Args:
-        whole: inside of its `whole`.
+        whole: made whole.
         outputs: of these inputs.
         bound: how much of the largest output may be rounding.
         repeated: whether a step has several forwards.

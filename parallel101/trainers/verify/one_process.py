@@ -2,15 +2,16 @@
 batch.
 
     before the cut    the first rank notes what __dict__ of every module holds
-    whole()           for a moment the same modules have it again: model, loss_fn and hooks find
-                      whole weights, and everything else as it is now
+    make_whole()      the same modules have it again: model, loss_fn and hooks find whole weights,
+                      and everything else as it is now; a Snapshot puts the cut model back
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +26,21 @@ from parallel101.trainers.options import LossFn, Trainer
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.training_loop import evaluating
 from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.report import STEPS
 from parallel101.trainers.verify.snapshot import MISSING, seed_all
 
 TENSORS, HOOKS = ("_parameters", "_buffers", "_modules"), "_hooks"
 LEAST_LR = 1e-3
+LARGE, LARGE_IN_HALF = 1000.0, 16.0  # about the largest gradient of the scaled loss
 Share = tuple[Batch, Batch]
+Values = Mapping[str, Tensor]
 
 
 class Outcome(NamedTuple):
     """The results of a step, by names of the whole model.
 
     Attributes:
+        scale: of the loss, not of its gradients.
         loss: of the batch, before the update.
         gradients: None for parameters that the loss does not depend on.
         norm: of all gradients together.
@@ -43,6 +48,7 @@ class Outcome(NamedTuple):
         updated: the trained parameters after the optimizer's step.
     """
 
+    scale: float
     loss: float
     gradients: dict[str, Tensor | None]
     norm: float
@@ -75,11 +81,9 @@ class WholeModel:
         self.changed: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}
         for module, before in self.before.items():
             now = noted(module)
-            self.changed[module] = {
-                key: (before.get(key, MISSING), now.get(key, MISSING))
-                for key in before.keys() | now.keys()
-                if differ(before.get(key, MISSING), now.get(key, MISSING))
-            }
+            keys = before.keys() | now.keys()
+            pairs = {key: (before.get(key, MISSING), now.get(key, MISSING)) for key in keys}
+            self.changed[module] = {key: pair for key, pair in pairs.items() if differ(*pair)}
         del self.before
 
     def free(self) -> None:
@@ -87,54 +91,36 @@ class WholeModel:
         kept = {id(p) for p in self.model.parameters()}
         for p in self.parameters.values():
             if id(p) not in kept:
-                p.data = p.data.new_empty(0)
+                p.data, p.grad = p.data.new_empty(0), None
 
-    @contextmanager
-    def whole(self, values: Mapping[str, Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-        """Make the model whole inside, with copies of these parameters and buffers. Yields its
-        parameters.
-        """
-        dicts = {module: module.__dict__ for module in self.changed}
-        classes = {module: type(module) for module in self.changed}
+    def make_whole(self, values: Values) -> None:
+        """Make the model whole, with copies of these parameters and buffers."""
         for module, changed in self.changed.items():
-            module.__dict__ = as_before(dict(module.__dict__), changed)
+            undo_cut(module.__dict__, changed)
             if isinstance(module, nn.SyncBatchNorm):  # nobody would answer this rank
-                module.__class__ = WholeBatchNorm  # type: ignore[assignment]
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        data = [(t, t.data, t.grad if t.is_leaf else None) for _, t in tensors]
-        try:
-            for name, t in tensors:
-                value = values.get(name, t.data if t.numel() else self.unsaved.get(name, t.data))
-                t.data = value.to(t.dtype, copy=True)
-                t.grad = None
-            yield dict(self.model.named_parameters())
-        finally:
-            for module, content in dicts.items():
-                now, cut = module.__dict__, self.changed[module]
-                module.__dict__, module.__class__ = content, classes[module]
-                content.update({key: value for key, value in now.items() if key not in cut})
-            for t, values_before, gradient in data:
-                t.data, t.grad = values_before, gradient
+                module.__dict__["forward"] = MethodType(nn.BatchNorm1d.forward, module)
+        for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            value = values.get(name, t.data if t.numel() else self.unsaved.get(name, t.data))
+            t.data, t.grad = value.to(t.dtype, copy=True), None
 
-    def bytes_of_a_sample(self, values: Mapping[str, Tensor], share: Share) -> float:
-        """Return the bytes one sample's forward keeps for backward; 0 if it can't run alone."""
-        kept: dict[int, int] = {}
-        with self.whole(values) as parameters, suppress(Exception):
-            weights = {p.untyped_storage()._cdata for p in parameters.values()}
-
-            def pack(t: Tensor) -> Tensor:
-                storage = t.untyped_storage()
-                kept[storage._cdata] = 0 if storage._cdata in weights else storage.nbytes()
-                return t
-
-            with saved_tensors_hooks(pack, lambda t: t):
-                self.outputs(map_tensors(lambda t: t[:1].clone(), share[0]))
-        return float(sum(kept.values()))
-
-    # ── inside of `whole` ──
+    # ── inside, until the snapshot is restored ──
 
     def without_chance(self) -> AbstractContextManager[None]:
         return deterministic(self.model, [self.model])
+
+    def bytes_of_a_sample(self, inputs: Batch) -> float:
+        """Return the bytes one sample's forward keeps for backward; 0 if it can't run alone."""
+        weights = {p.untyped_storage()._cdata for p in self.parameters.values()}
+        kept: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            kept[storage._cdata] = 0 if storage._cdata in weights else storage.nbytes()
+            return t
+
+        with suppress(Exception), saved_tensors_hooks(pack, lambda t: t):
+            self.outputs(map_tensors(lambda t: t[:1].clone(), inputs))
+        return float(sum(kept.values()))
 
     def outputs(self, inputs: Batch) -> Any:
         inputs, model = cast(inputs, self.precision.weights), self.model
@@ -157,7 +143,7 @@ class WholeModel:
             samples = count_samples(inputs)
             yield (loss * samples, samples) if weight is None else (loss, weight)
 
-    def backward(self, shares: Sequence[Share], scale: float = 1.0) -> float:
+    def backward(self, shares: Sequence[Share], scale: float) -> float:
         """Set every .grad to the gradient of the mean loss, and return that loss. `scale`:
         a factor of what backward starts from.
         """
@@ -173,75 +159,79 @@ class WholeModel:
         return total / weights if weights else math.nan
 
     def evaluate(self, shares: Sequence[Share]) -> float:
-        with torch.no_grad(), evaluating(self.model), self.without_chance():
+        """Return the loss in evaluation mode; NaN if the model can't be evaluated, as one whose
+        forward takes a gradient.
+        """
+        with suppress(RuntimeError), torch.no_grad(), evaluating(self.model), self.without_chance():
             losses = [(loss.item(), weight) for loss, weight in self.losses(shares)]
-        return sum(loss for loss, _ in losses) / sum(weight for _, weight in losses)
+            return sum(loss for loss, _ in losses) / sum(weight for _, weight in losses)
+        return math.nan
+
+    def compute(
+        self,
+        values: Values,
+        shares: Sequence[Share],
+        dtypes: Mapping[str, torch.dtype],
+        scale: float,
+    ) -> Outcome:
+        """Compute the loss and its gradients at these weights. `dtypes`: of the gradients."""
+        self.make_whole(values)
+        parameters = dict(self.model.named_parameters())
+        self.precision.gradients_of(list(parameters.values()))
+        loss = self.backward(shares, scale)
+        buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        gradients: dict[str, Tensor | None] = dict.fromkeys(dtypes)
+        for name, dtype in dtypes.items():
+            if parameters[name].grad is not None:
+                gradients[name] = dense_gradient(name, parameters[name]).to(dtype, copy=True)
+        exactly = [in_float64(g) for g in gradients.values() if g is not None]
+        norm = float(nn.utils.get_total_norm(exactly))
+        return Outcome(scale, loss, gradients, norm, buffers, {})
 
 
-class Training:
-    """Steps of one process, with the trainer's own optimizer; a Snapshot puts that back.
+def train(
+    whole: WholeModel, trainer: Trainer, values: Values, state: Any, shares: Sequence[Share]
+) -> list[Outcome]:
+    """Take three steps of one process, with the trainer's own optimizer.
 
     Args:
         whole: the model.
-        values: its parameters and buffers, by name; of mixed precision, the master weights.
-        trainer: a rank's.
+        trainer: the first rank's.
+        values: parameters and buffers, by name; of mixed precision, the master weights.
         state: the optimizer's whole state and groups, as `ShardedOptimizer.state` gives them.
+        shares: of the batch.
     """
+    outcomes: list[Outcome] = []
+    optimizer, parameters = trainer.optimizer, whole.parameters
+    if whole.precision.master:
+        parameters = {name: nn.Parameter(values[name].detach().clone()) for name in trainer.trained}
+    for group, of_all in zip(optimizer.param_groups, state["groups"]):
+        group["params"] = [parameters[name] for name in of_all["names"]]
+    optimizer.state.clear()
+    for name, of_one in state["state"].items():
+        optimizer.state[parameters[name]] = dict(of_one)
+    lift_learning_rates(optimizer)
+    dtypes = dtypes_of_trained(trainer)
+    wanted = LARGE_IN_HALF if trainer.precision.weights == torch.float16 else LARGE
+    for step in range(STEPS):
+        scale = scale_for(outcomes[-1].gradients, wanted) if step == STEPS - 1 else 1.0
+        outcome = whole.compute(values, shares, dtypes, scale)
+        trained = [parameters[name] for name in trainer.trained]
+        for p, g in zip(trained, outcome.gradients.values()):
+            p.grad = None if g is None else g.clone()
+        if trainer.clip_norm is not None:
+            nn.utils.clip_grad_norm_(trained, trainer.clip_norm)
+        seed_all(1)
+        optimizer.step()
+        updated = {name: p.detach().clone() for name, p in zip(trainer.trained, trained)}
+        values = {**values, **updated, **outcome.buffers}
+        outcomes.append(outcome._replace(updated=updated))
+    whole.make_whole(values)
+    return outcomes
 
-    def __init__(
-        self,
-        whole: WholeModel,
-        values: Mapping[str, Tensor],
-        trainer: Trainer,
-        state: Mapping[str, Any],
-    ):
-        self.whole, self.values, self.optimizer = whole, dict(values), trainer.optimizer
-        self.clip_norm = trainer.clip_norm
-        self.parameters = {  # that the optimizer updates
-            name: nn.Parameter(values[name].detach().clone())
-            if whole.precision.master
-            else whole.parameters[name]
-            for name in trainer.trained
-        }
-        for group, of_all in zip(self.optimizer.param_groups, state["groups"]):
-            group["params"] = [self.parameters[name] for name in of_all["names"]]
-        self.optimizer.state.clear()
-        for name, of_one in state["state"].items():
-            self.optimizer.state[self.parameters[name]] = dict(of_one)
-        lift_learning_rates(self.optimizer)
 
-    def step(self, shares: Sequence[Share], scale: float) -> Outcome:
-        """Take a step. `scale`: of the loss, not of the gradients that the optimizer is given."""
-        with self.computed(self.values, shares, scale) as outcome:
-            for name, p in self.parameters.items():
-                g = outcome.gradients[name]
-                p.grad = None if g is None else g.clone()
-            if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(list(self.parameters.values()), self.clip_norm)
-            seed_all(1)
-            self.optimizer.step()
-            updated = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.values |= updated | outcome.buffers
-        return outcome._replace(updated=updated)
-
-    @contextmanager
-    def computed(
-        self, values: Mapping[str, Tensor], shares: Sequence[Share], scale: float
-    ) -> Iterator[Outcome]:
-        """Compute the gradients at these weights, and keep the model whole inside."""
-        whole = self.whole
-        with whole.whole(values) as parameters:
-            whole.precision.gradients_of(list(parameters.values()))
-            loss = whole.backward(shares, scale)
-            buffers = {name: b.detach().clone() for name, b in whole.model.named_buffers()}
-            gradients: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
-            for name, p in self.parameters.items():
-                if parameters[name].grad is not None:
-                    g = dense_gradient(name, parameters[name])
-                    gradients[name] = g.to(p.grad_dtype or p.dtype, copy=True)
-            doubles = [g.double() for g in gradients.values() if g is not None]
-            norm = float(nn.utils.get_total_norm(doubles))
-            yield Outcome(loss, gradients, norm, buffers, {})
+def dtypes_of_trained(trainer: Trainer) -> dict[str, torch.dtype]:
+    return {name: trainer.layout.entries[name].dtype for name in trainer.trained}
 
 
 def lift_learning_rates(optimizer: Optimizer) -> None:
@@ -249,6 +239,26 @@ def lift_learning_rates(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR
+
+
+def scale_for(gradients: Mapping[str, Tensor | None], wanted: float) -> float:
+    """Return a power of two that makes the largest gradient about as large as `wanted`."""
+    size = max(map(largest, gradients.values()), default=0.0)
+    if not 0 < size < math.inf:
+        return 1.0
+    return 2.0 ** max(0, min(40, round(math.log2(wanted / size))))
+
+
+def in_float64(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float64))
+
+
+def largest(t: Tensor | None) -> float:
+    """Return the largest absolute value; infinity if one is not a number."""
+    if t is None or not t.numel():
+        return 0.0
+    size = float((t.detach().to_dense() if t.is_sparse else t.detach()).abs().max())
+    return math.inf if math.isnan(size) else size
 
 
 # ── a module's __dict__, before and after ──
@@ -268,8 +278,8 @@ def differ(a: Any, b: Any) -> bool:
     return a is not b
 
 
-def as_before(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Return a module's attributes without the changes of the cut. Hooks that came later stay."""
+def undo_cut(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Undo the changes of the cut in a module's attributes. Hooks that came later stay."""
     for key, (before, after) in changed.items():
         if before is MISSING:
             now.pop(key, None)
@@ -278,11 +288,3 @@ def as_before(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> di
             now[key] = type(now[key])({**before, **later})
         else:
             now[key] = dict(before) if key in TENSORS else before
-    return now
-
-
-class WholeBatchNorm(nn.BatchNorm1d):
-    """A BatchNorm that computes what nn.SyncBatchNorm does in one process with the whole batch."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass

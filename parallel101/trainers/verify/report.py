@@ -61,24 +61,19 @@ class Report:
             return f"not verified: {self.reason}"
         steps = range(1, STEPS + 1)
         lines = [("largest differences", *(f"step {i}" for i in steps), "of the bound")]
+        names: dict[tuple[str, str], dict[int, Row]] = {}
+        for row in self.rows:
+            names.setdefault((row.what, row.name), {})[row.step] = row
         for what in KINDS:
-            compared: dict[str, dict[int, Row]] = {}
-            for row in self.rows:
-                if row.what == what:
-                    compared.setdefault(row.name, {})[row.step] = row
             ranked = sorted(
                 (-max(row.ratio for row in rows.values()), name, rows)
-                for name, rows in compared.items()
+                for (kind, name), rows in names.items()
+                if kind == what
             )
-            differing = [of_name for of_name in ranked if of_name[0]]
-            shown = (differing or ranked[:1])[:SHOWN]
-            for worst, name, rows in shown:
+            for worst, name, rows in [of for of in ranked if of[0]][:SHOWN] or ranked[:1]:
                 cells = (f"{rows[i].difference:.1e}" if i in rows else "" for i in steps)
-                lines.append(
-                    (f"{what} {name}".strip(), *cells, "✗" if worst < -1 else f"{-worst:.1%}")
-                )
-            if more := len(ranked) - len(shown):
-                lines.append((f"{what}: {more} more, all closer", *("" for _ in steps), ""))
+                share = "✗" if worst < -1 else f"{-worst:.1%}"
+                lines.append((f"{what} {name}".strip(), *cells, share))
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = [
             "   ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])

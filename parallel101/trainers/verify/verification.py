@@ -161,7 +161,7 @@ class Verification:
             room: for activations on the first rank, in bytes.
         """
         trainer = self.trainer
-        snapshot = Snapshot(trainer, self.loss_fn, skip=(self,))
+        snapshot = Snapshot(trainer, self.loss_fn, self.whole, skip=(self,))
         try:
             report = Comparison(self, (inputs, targets), snapshot, room).run()
         finally:
