@@ -12,9 +12,10 @@
     lanes.py              how much communication overlaps with compute
     pipeline_timeline.py  what each rank of a pipeline computes, and when
     axis_timeline.py      which axis of a mesh communicates when
+    memory_over_step.py   the activations that each rank keeps for backward, over a step
     memory_per_rank.py    bytes that each rank holds
     between_ranks.py      how long each two ranks waited for each other, and what they sent
-    deadlock.py           who waits for whom
+    deadlock.py           who waits for whom (with waiting_calls)
     node_links.py         what connects the GPUs of a node
     loss_curves.py        loss curves, also live
     plots.py              measurements and models over a swept size
