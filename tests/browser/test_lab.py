@@ -119,6 +119,14 @@ def runs_again(notebook: Browser) -> None:
     """With the button, and with a key on a slider if it has one."""
     notebook.js(f"{EXPLORER}.scrollIntoView()")
     cells = notebook.js(STATE)[1]
+    if "First predict" in notebook.js(f"{EXPLORER}.querySelector('.p101-status').textContent"):
+        notebook.until(f"{EXPLORER}.querySelector('button').getBoundingClientRect().width")
+        notebook.click(f"{EXPLORER}.querySelector('button')")
+        notebook.until(
+            f"{EXPLORER}.querySelector('.p101-status').textContent.includes('Write down a "
+            "prediction first')"
+        )
+        assert not notebook.js(f"!!{EXPLORER}.querySelector('figure')")
     runs(notebook, "button")
     if notebook.js(f"!!{EXPLORER}.querySelector('[role=slider]')"):
         runs(notebook, "[role=slider]", "b", "ArrowLeft")  # "b" would add a cell

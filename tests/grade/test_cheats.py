@@ -20,10 +20,10 @@ import parallel101
 from parallel101.laboratory.grade import grading, isolation
 from parallel101.laboratory.grade.endings import RankDied, TimeOver
 from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
+from parallel101.laboratory.grade.grades import exercise_result
 from parallel101.laboratory.grade.grading import grade
 from parallel101.laboratory.grade.isolation import GRADERS, _beside, claimed, protection
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
-from parallel101.laboratory.grade.results import exercise_result
 
 DECLARED = """
 import torch

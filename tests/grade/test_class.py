@@ -12,8 +12,8 @@ import pytest
 from bs4 import BeautifulSoup
 
 from parallel101.laboratory.grade import command, picture
+from parallel101.laboratory.grade.grades import class_table
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
-from parallel101.laboratory.grade.results import class_table
 from parallel101.laboratory.publish.page import external_addresses
 from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS
 

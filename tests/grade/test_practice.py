@@ -13,9 +13,7 @@ import pytest
 
 from parallel101 import cli
 from parallel101.laboratory.grade import command
-from parallel101.laboratory.grade.homework import HomeworkSet, find_sets, in_order
-from parallel101.laboratory.grade.learner import check_file
-from parallel101.laboratory.grade.results import (
+from parallel101.laboratory.grade.grades import (
     class_table,
     gradescope_results,
     next_to_do,
@@ -23,6 +21,8 @@ from parallel101.laboratory.grade.results import (
     table,
     write_csv,
 )
+from parallel101.laboratory.grade.homework import HomeworkSet, find_sets, in_order
+from parallel101.laboratory.grade.learner import check_file
 from parallel101.laboratory.grade.submissions import empty_result, grade_submission
 from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS, handed_in
 

@@ -19,12 +19,12 @@ import pytest
 from parallel101.laboratory.grade import command, grading, isolation, submissions
 from parallel101.laboratory.grade.exercise import Draw
 from parallel101.laboratory.grade.exercise_report import ExerciseReport
+from parallel101.laboratory.grade.grades import class_table, gradescope_results
 from parallel101.laboratory.grade.handed_in import NoSubmission, read, submissions_in
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.learner import report_on
 from parallel101.laboratory.grade.release import release
 from parallel101.laboratory.grade.remote import SubmissionRanks
-from parallel101.laboratory.grade.results import class_table, gradescope_results
 from parallel101.laboratory.grade.submissions import empty_result, grade_class, grade_submission
 
 TESTS = """

@@ -205,7 +205,7 @@ def test_what_needs_numbers_is_refused_in_words(tmp_path):
     ]
     for method, text in methods.items():
         assert text.startswith(f"{method}() needs numbers, but the model is on the meta device")
-    assert 'Use precision="bf16" or "bf16-mixed" there' in others["autocast"]
+    assert 'expected None for a model on the meta device, or precision="bf16"' in others["autocast"]
     assert "the weight of the loss is on the meta device" in others["weight"]
 
 

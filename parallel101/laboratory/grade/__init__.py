@@ -15,7 +15,7 @@
     notebook.py    p101.check, p101.hint and p101.predict
     handed_in.py, submissions.py
                    reads what was handed in, and grades one submission or a class
-    results.py     results as JSON, CSV, Gradescope's, and the tables of a learner and a class
+    grades.py      results as JSON, CSV, Gradescope's, and the tables of a learner and a class
     release.py, stubs.py
                    what a teacher hands out, if it gives no solution away
 

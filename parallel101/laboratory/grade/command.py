@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.grade import isolation
-from parallel101.laboratory.grade.grading import PUBLIC_SEED
-from parallel101.laboratory.grade.handed_in import read, student, submissions_in
-from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
-from parallel101.laboratory.grade.isolation import readable_by_all
-from parallel101.laboratory.grade.learner import check_file
-from parallel101.laboratory.grade.plain_text import plain_name
-from parallel101.laboratory.grade.release import release
-from parallel101.laboratory.grade.results import (
+from parallel101.laboratory.grade.grades import (
     Result,
     class_table,
     exercise_text,
@@ -36,6 +29,13 @@ from parallel101.laboratory.grade.results import (
     write_csv,
     write_json,
 )
+from parallel101.laboratory.grade.grading import PUBLIC_SEED
+from parallel101.laboratory.grade.handed_in import read, student, submissions_in
+from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, find_sets
+from parallel101.laboratory.grade.isolation import readable_by_all
+from parallel101.laboratory.grade.learner import check_file
+from parallel101.laboratory.grade.plain_text import plain_name
+from parallel101.laboratory.grade.release import release
 from parallel101.laboratory.grade.stubs import scratch_cells
 from parallel101.laboratory.grade.submissions import grade_class, grade_submission
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from parallel101.laboratory.grade.exercise import find
+from parallel101.laboratory.grade.grades import next_to_do, row, table
 from parallel101.laboratory.grade.homework import find_sets, in_order
 from parallel101.laboratory.grade.learner import check_file
-from parallel101.laboratory.grade.results import next_to_do, row, table
 
 
 class VerdictFailed(Exception):

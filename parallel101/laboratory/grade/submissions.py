@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from parallel101.laboratory.grade.grades import Result, exercise_result, ungraded, write_json
 from parallel101.laboratory.grade.handed_in import NoSubmission, read, student
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.isolation import RANKS, clean_up
 from parallel101.laboratory.grade.learner import report_on
 from parallel101.laboratory.grade.plain_text import plain, plain_name
-from parallel101.laboratory.grade.results import Result, exercise_result, ungraded, write_json
 
 
 def grade_submission(
