@@ -275,7 +275,8 @@ def test_a_rank_computes_with_one_thread_even_where_openmp_would_start_more():
         check=True,
         timeout=120,
     )
-    assert done.stdout.split() == ["0", "0"]
+    # a thread of the simulator that is no longer needed may end meanwhile
+    assert all(int(more) <= 0 for more in done.stdout.split()), done.stdout
 
 
 THREADS = """
