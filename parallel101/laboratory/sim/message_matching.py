@@ -266,7 +266,9 @@ class MessageWork(SimWork):
         else:
             self.rank.unwaited.add(self)
         if self.on_end is not None:
-            self.on_end()
+            # it refers to the operation in the queue, whose tensors would else live on in a circle
+            on_end, self.on_end = self.on_end, None
+            on_end()
 
     # ---- what is said of it ----
 
