@@ -28,6 +28,7 @@ def ok():
         ({"world_size": "4"}, TypeError, "world_size is '4'"),
         ({"world_size": 2.0}, TypeError, "world_size is 2.0"),
         ({"world_size": True}, TypeError, "world_size is True"),
+        ({"world_size": torch.tensor(2.5)}, TypeError, "world_size is tensor"),
         ({"backend": "glue"}, ValueError, "'gloo', 'nccl', 'sim'"),
         ({"backend": None}, ValueError, "backend is None"),
         ({"trace": "yes"}, ValueError, "trace is 'yes'"),

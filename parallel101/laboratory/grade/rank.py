@@ -216,7 +216,8 @@ class Connection:
         for thread in {*threading.enumerate()} - {threading.main_thread()}:
             if not isinstance(thread, threading._DummyThread):
                 thread.join(self.patience)
-                self.patience *= not thread.is_alive()
+                if thread.is_alive():
+                    self.patience = 0.0
 
     def fail(self, error: BaseException, place: str = "?") -> None:
         """Tell the grader of an exception that the learner's code raised."""

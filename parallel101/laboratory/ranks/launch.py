@@ -388,9 +388,13 @@ def _check_seconds(name: str, value: Any) -> None:
 
 
 def _world_size(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        size = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # also of a class or a tensor of floats, which have __index__
+        size = None
+    if size is None:
         raise TypeError(f"world_size is {value!r}; it must be a whole number of ranks, 1 or more")
-    if (size := operator.index(value)) < 1:
+    if size < 1:
         raise ValueError(f"world_size is {size}; there must be at least 1 rank")
     return size
 

@@ -100,7 +100,6 @@ class Monitor:
             stuck_after,
             self.ask_stacks,
             lambda text: self.screen.lines("stderr", text.splitlines()),
-            None,
         )
         self.ranks: list[MonitoredRank] = []
         self.timeout = timeout

@@ -53,7 +53,7 @@ class RunWatcher:
         stuck_after: float,
         ask_stacks: Callable[[float], dict[int, RankStack]],
         write: Callable[[str], None],
-        folder: Path | None,
+        folder: Path | None = None,
     ):
         self.graph, self.calls = WaitForGraph(size), CallChecker()
         self.stuck = StuckDetector(stuck_after)
