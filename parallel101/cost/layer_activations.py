@@ -119,7 +119,7 @@ def layer_kept(
     Args:
         regather: with sequence parallel, inputs of column layers are kept cut.
     """
-    e, t = itemsize(layout), layout.tp
+    e, t = layout.itemsize, layout.tp
     n = layout.microbatch * shape.time // layout.cp
     outside = n / t if layout.sequence_parallel else n
     gathered = outside if regather else n
@@ -159,13 +159,3 @@ def layer_kept(
         found["rows of the experts, and their results"] = 2.0 * e * h * rows
         found["numbers of the rows"] = 8.0 * 9 * rows
     return found
-
-
-def itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes of a weight in the forward, and of a number in most activations."""
-    return 4 if layout.precision == "fp32" else 2
-
-
-def gradient_itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes of a number in the gradients that are accumulated and sent."""
-    return 4 if layout.gradient_dtype == "fp32" else itemsize(layout)

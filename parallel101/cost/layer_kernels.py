@@ -1,4 +1,4 @@
-"""The kernels of one transformer layer, for one microbatch on one rank.
+"""The kernels of one transformer layer, for one microbatch on one rank, as a table of operations.
 
     forward     norm ─ query, key, value ─ scores ─ softmax ─ dropout ─ context ─ out ─ add
                 norm ─ up ─ GELU ─ down ─ add
@@ -19,220 +19,195 @@ models/gpt.py and models/llama.py on a virtual GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from parallel101.cost.model_shape import ModelShape, expert_parameters
+from parallel101.cost.cluster import Cluster
+from parallel101.cost.model_shape import ModelShape, expert_parameters, linears
+from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.software import Software
 
 SMALL = 1.0  # bytes of a kernel that takes as long as its launch
 
-
-class LayerCut(NamedTuple):
-    """The part of a ParallelLayout that a layer's time depends on."""
-
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    microbatch: int = 1
-    sequence_parallel: bool = False
-    recompute: str = "none"
-    itemsize: int = 2
-    context: str = "zigzag"
-    overlap: bool = True
+Products = list[tuple[int, int, int, int]]  # m, n, k, batch: `batch` products (m, k) · (k, n)
+# whether a program has the operation, and the bytes that each of its memory-bound kernels reads and
+# writes: forward, and backward
+Row = tuple[bool, list[float], list[float]]
 
 
-class Product(NamedTuple):
-    """A batch of `batch` products (m, k) · (k, n)."""
+class RankWork:
+    """What a rank computes of a model, and with what; and the sizes named in this file's docstring.
 
-    m: int
-    n: int
-    k: int
-    batch: int = 1
+    Attributes:
+        ring: whether attention is ring attention.
+        beside: over how many ranks tp cuts the embedding and the head.
+    """
 
-    @property
-    def input_gradient(self) -> Product:
-        """The product of the input's gradient: ∂x (m, k) = g (m, n) · Wᵀ (n, k)."""
-        return Product(self.m, self.k, self.n, self.batch)
-
-    @property
-    def weight_gradient(self) -> Product:
-        """The product of the weight's gradient: ∂W (k, n) = xᵀ (k, m) · g (m, n)."""
-        return Product(self.k, self.n, self.m, self.batch)
-
-
-class MemoryKernels(NamedTuple):
-    """Bytes that each memory-bound kernel reads and writes."""
-
-    around: list[float]  # forward, outside of attention's core
-    core: list[float]  # forward, between query, key, value and the output layer
-    after: list[float]  # backward, outside of the core
-    core_after: list[float]  # backward, in the core
+    def __init__(
+        self, shape: ModelShape, cluster: Cluster, layout: ParallelLayout, software: Software
+    ):
+        self.shape, self.cluster, self.layout, self.software = shape, cluster, layout, software
+        tp, cp = layout.tp, layout.cp
+        self.e, self.ring = layout.itemsize, cp > 1 and layout.context != "ulysses"
+        self.beside = shape.tp_beside_attention(tp)
+        self.tokens = tokens = layout.microbatch * shape.time // cp
+        self.N = tokens * shape.width / (tp if layout.sequence_parallel else 1)
+        self.Q, self.K = tokens * shape.width / tp, tokens * shape.kv_width / tp
+        self.F = tokens * shape.inside * (shape.top_k if shape.experts else 1) / self.beside
+        self.S = layout.microbatch * shape.heads / tp * shape.time**2 / cp
 
 
-class Sizes(NamedTuple):
-    """The sizes named in this file's docstring, and the number of tokens."""
-
-    N: float
-    Q: float
-    K: float
-    F: float
-    S: float
-    e: int
-    tokens: int
+# ── products ──
 
 
-def sizes(shape: ModelShape, cut: LayerCut) -> Sizes:
-    tokens = cut.microbatch * shape.time // cut.cp
-    return Sizes(
-        N=tokens * shape.width / (cut.tp if cut.sequence_parallel else 1),
-        Q=tokens * shape.width / cut.tp,
-        K=tokens * shape.kv_width / cut.tp,
-        F=tokens * shape.inside * shape.top_k if shape.experts else tokens * shape.inside / cut.tp,
-        S=cut.microbatch * shape.heads / cut.tp * shape.time**2 / cut.cp,
-        e=cut.itemsize,
-        tokens=tokens,
-    )
-
-
-def linear_products(shape: ModelShape, cut: LayerCut, *, joined: bool) -> list[Product]:
+def linear_products(of: RankWork) -> Products:
     """Return the products with weights.
 
-    If `joined`, query, key and value are one product, and so are gate and up.
+    A program that fuses computes query, key and value as one product, and gate and up.
     """
-    tokens, h = cut.microbatch * shape.time // cut.cp, shape.width
-    q, kv = h // cut.tp, shape.kv_width // cut.tp
-    inside = shape.inside // shape.tp_beside_attention(cut.tp)
-    rows, experts = tokens, 1
+    shape, joined, rows, batch, times = of.shape, of.software.fused, of.tokens, 1, 1
     if shape.experts:  # each of this rank's experts gets an equal part of the tokens
-        experts = max(1, shape.experts // cut.ep)
-        rows = max(1, tokens * shape.top_k * cut.ep // shape.experts)
-    columns = [q + 2 * kv] if joined else [q, kv, kv]
-    first = 2 if shape.gated else 1
-    up = [first * inside] if joined else [inside] * first
-    # eager torch computes one expert after the other
-    batch, times = (experts, 1) if joined else (1, experts)
-    return [
-        *(Product(tokens, n, h) for n in columns),
-        Product(tokens, h, q),
-        *(Product(rows, n, h, batch) for n in up * times),
-        *[Product(rows, h, inside, batch)] * times,
-    ]
+        experts = max(1, shape.experts // of.layout.ep)
+        rows = max(1, of.tokens * shape.top_k * of.layout.ep // shape.experts)
+        # eager torch computes one expert after the other
+        batch, times = (experts, 1) if joined else (1, experts)
+    found: Products = []
+    for i, (k, outputs) in enumerate(linears(shape, of.layout.tp)):
+        m, many, again = (of.tokens, 1, 1) if i < 2 else (rows, batch, times)
+        found += [(m, n, k, many) for n in ([sum(outputs)] if joined else outputs)] * again
+    return found
 
 
-def square_products(shape: ModelShape, cut: LayerCut) -> list[Product]:
+def square_products(of: RankWork) -> Products:
     """Return the products of unfused attention, scores and context, over the whole square."""
-    heads = cut.microbatch * shape.heads // cut.tp
-    q, d = shape.time // cut.cp, shape.head_width
-    return [Product(q, shape.time, d, heads), Product(q, d, shape.time, heads)]
+    shape, layout = of.shape, of.layout
+    heads, queries = layout.microbatch * shape.heads // layout.tp, shape.time // layout.cp
+    d = shape.head_width
+    return [(queries, shape.time, d, heads), (queries, d, shape.time, heads)]
 
 
-def ring_share(cut: LayerCut) -> float:
+def input_gradients(products: Products) -> Products:
+    """Return the products of the inputs' gradients: ∂x (m, k) = g (m, n) · Wᵀ (n, k)."""
+    return [(m, k, n, batch) for m, n, k, batch in products]
+
+
+def weight_gradients(products: Products) -> Products:
+    """Return the products of the weights' gradients: ∂W (k, n) = xᵀ (k, m) · g (m, n)."""
+    return [(k, n, m, batch) for m, n, k, batch in products]
+
+
+def ring_share(layout: ParallelLayout) -> float:
     """Return the fraction of queries · keys that ring attention's slowest rank computes.
 
     The queries are the rank's own, the keys those of all ranks. In the contiguous layout, the last
     rank needs all blocks. In zigzag, each rank needs its own block, whose masked half is computed,
     too, and half of each other block.
     """
-    return 1.0 if cut.context == "contiguous" else (cut.cp + 1) / (2 * cut.cp)
+    return 1.0 if layout.context == "contiguous" else (layout.cp + 1) / (2 * layout.cp)
 
 
-def flash_attention(shape: ModelShape, cut: LayerCut) -> tuple[float, float]:
+def flash_attention(of: RankWork) -> tuple[float, float]:
     """Return the operations and the bytes of fused attention, on the slowest rank along cp.
 
     The operations are those of the causal half; the bytes those of queries, keys, values and the
     result.
     """
-    of = sizes(shape, cut)
-    ring = cut.cp > 1 and cut.context != "ulysses"
-    half = (2 * cut.cp - 1) / cut.cp if ring and cut.context == "contiguous" else 1.0
-    nbytes = 2 * of.e * (of.Q + of.K) * (cut.cp if ring else 1)
-    return half * 2 * of.tokens * shape.time * shape.width / cut.tp, nbytes
+    shape, layout, cp = of.shape, of.layout, of.layout.cp
+    half = (2 * cp - 1) / cp if of.ring and layout.context == "contiguous" else 1.0
+    nbytes = 2 * of.e * (of.Q + of.K) * (cp if of.ring else 1)
+    return half * 2 * of.tokens * shape.time * shape.width / layout.tp, nbytes
 
 
-def fused_memory(shape: ModelShape, cut: LayerCut) -> MemoryKernels:
+# ── what memory bandwidth bounds ──
+
+
+def memory_kernels(of: RankWork) -> list[tuple[list[float], list[float]]]:
+    """Return the bytes of each kernel forward, and of each backward: of those outside of
+    attention's core, and of those in it, between query, key, value and the output layer.
+    """
+    return [
+        (
+            [nbytes for there, forward, _ in rows if there for nbytes in forward],
+            [nbytes for there, _, backward in rows if there for nbytes in backward],
+        )
+        for rows in (fused_memory(of) if of.software.fused else eager_memory(of))
+    ]
+
+
+def fused_memory(of: RankWork) -> tuple[list[Row], list[Row]]:
     """Return the memory-bound kernels as Megatron-LM fuses them."""
-    N, Q, K, F, S, e, _ = sizes(shape, cut)
-    mask = 1 if shape.dropout else 0
-    around = [2 * e * N] * 2  # norms
-    around += [(3 * e + mask) * N] * 2  # bias, dropout and addition
-    around += [(3 if shape.gated else 2) * e * F]  # bias and GELU
-    after = [5 * e * N] * 2  # norms: g and x twice, once for their own weights
-    after += [3 * e * N] * 2  # the two gradients that meet at a residual connection
-    after += [(2 * e + mask) * N] * 2 if shape.dropout else []
-    after += [(5 if shape.gated else 3) * e * F]
-    if shape.biases:
-        around += [2 * e * (Q + 2 * K)]
-        after += [e * N] * 2 + [e * F, e * (Q + 2 * K)]
-    after += [2 * e * (Q + 2 * K)]  # gradients of query, key and value beside each other
-    if shape.positions == "rotary":
-        around += [2 * e * (Q + K)]
-        after += [2 * e * (Q + K)]
-    core: list[float] = []
-    core_after: list[float] = []
-    if shape.attention == "unfused":
-        around += [2 * e * Q]  # heads beside each other again
-        after += [2 * e * Q]
-        core += [1.5 * e * S]  # softmax: reads one half, writes all
-        core_after += [2 * e * S]  # reads one half of its result and of the gradient, writes all
-        if shape.dropout:
-            core += [(2 * e + 1) * S]
-            core_after += [(2 * e + 1) * S]
-    return MemoryKernels(around, core, after, core_after)
+    shape, e, N, Q, K, F, S = of.shape, of.e, of.N, of.Q, of.K, of.F, of.S
+    unfused, dropout, gated = shape.attention == "unfused", shape.dropout, shape.gated
+    mask = 1 if dropout else 0
+    return [
+        # norms; backward reads g and x twice, once for their own weights
+        (True, [2 * e * N] * 2, [5 * e * N] * 2),
+        # bias, dropout and addition; the two gradients that meet at a residual connection
+        (True, [(3 * e + mask) * N] * 2, [3 * e * N] * 2),
+        (dropout, [], [(2 * e + mask) * N] * 2),
+        (True, [(3 if gated else 2) * e * F], [(5 if gated else 3) * e * F]),  # bias and GELU
+        (shape.biases, [2 * e * (Q + 2 * K)], [e * N] * 2 + [e * F, e * (Q + 2 * K)]),
+        (True, [], [2 * e * (Q + 2 * K)]),  # of query, key and value beside each other
+        (shape.positions == "rotary", [2 * e * (Q + K)], [2 * e * (Q + K)]),
+        (unfused, [2 * e * Q], [2 * e * Q]),  # heads beside each other again
+    ], [
+        # softmax reads one half, and writes all; its backward reads two halves
+        (unfused, [1.5 * e * S], [2 * e * S]),
+        (unfused and dropout, [(2 * e + 1) * S], [(2 * e + 1) * S]),
+    ]
 
 
-def eager_memory(shape: ModelShape, cut: LayerCut, fused_ring: bool = False) -> MemoryKernels:
+def eager_memory(of: RankWork) -> tuple[list[Row], list[Row]]:
     """Return one memory-bound kernel per torch operation of models/gpt.py or models/llama.py."""
-    N, Q, K, F, S, e, tokens = sizes(shape, cut)
-    whole = tokens * shape.width  # the input of column layers
-    around = [2 * e * N] * 2 + [3 * e * N] * 2
-    around += [2 * e * F, 3 * e * F] if shape.gated else [2 * e * F]
-    after = [3 * e * N] * 2 + [3 * e * N] * 2
-    after += [3 * e * whole] * 2  # the gradients of the input of query, key and value are added
-    after += [3 * e * F] * 3 + [3 * e * whole] if shape.gated else [3 * e * F]
-    if shape.biases:
-        around += [2 * e * N] * 2 if cut.tp > 1 else []  # after the sum; else the product adds it
-        after += [e * N] * 2 + [e * F, e * Q, e * K]
-    if shape.experts:  # rows to their experts and back; weight gradients of all experts are joined
-        rows = tokens * shape.top_k * shape.width
-        around += [2 * e * rows] * 2 + [3 * e * rows] * 2
-        after += [2 * e * rows] * 2 + [3 * e * rows] * 2
-        after += [2 * e * expert_parameters(shape, cut.ep)]
-    if cut.sequence_parallel:  # a rank's own block is copied to its place
-        around += [2 * e * N] * 2
-        after += [2 * e * N] * 2
-        if cut.microbatch > 1:  # time is dim 1: copies before and after each message
-            around += [2 * e * whole] * 4 + [2 * e * N] * 3
-            after += [2 * e * whole] * 4 + [2 * e * N] * 3
-    if shape.dropout:
-        around += [(2 * e + 1) * N] * 2
-        after += [(2 * e + 1) * N] * 2
-    if shape.positions == "rotary":  # in fp32: cast, complex product, cast
-        turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)]
-        around += turned + [SMALL] * 7  # the angles
-        after += turned + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K]
-    if cut.tp > 1:  # two kernels that stand for the gradient of a column layer until it's computed
-        after += [SMALL] * 2 * ((5 if shape.gated else 4) + (3 if shape.biases else 0))
-    core: list[float] = []
-    core_after: list[float] = []
-    if cut.cp > 1 and cut.context != "ulysses" and fused_ring:  # blocks are added up in fp32
-        core += [(e + 8) * Q] * (cut.cp - 1)
-        core_after += [(e + 8) * Q, 2 * (e + 8) * K] * (cut.cp - 1)
-    elif cut.cp > 1 and cut.context != "ulysses":
-        blocks = S * ring_share(cut)  # in fp32
-        mask = 8 * S / cut.cp  # of the rank's own block
-        core += [4 * blocks] + [8 * blocks] * 3 + [mask]  # logsumexp, subtract, exp, a copy
-        core_after += [8 * blocks] * 4 + [12 * blocks, mask]
-        # to fp32 and back, scaled; ∂O · O
-        core += [4 * Q, (e + 4) * Q, 8 * Q, (e + 4) * Q, 4 * e * K]
-        core_after += [(e + 4) * Q] * 4 + [8 * Q] * 3 + [12 * Q, 2 * (e + 4) * K, 4 * e * K]
-        part = Q * ring_share(cut)
-        for _ in range(cut.cp):  # a block is added to the others, and its gradients, too
-            core += [2 * (e + 4) * K] + [8 * part] * 4 + [SMALL] * 7
-            core_after += [8 * K, 2 * (e + 4) * K] + [8 * part] * 2 + [12 * part]
-            core_after += [8 * K] * 2 + [16 * K] * 2 + [24 * K]
-    elif shape.attention == "unfused":
-        core += [2 * e * Q] * 5 + [2 * e * S] * 2  # mask and softmax; copies that are contiguous
-        core_after += [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]
-        if shape.dropout:
-            core += [(2 * e + 1) * S]
-            core_after += [(2 * e + 1) * S]
-    return MemoryKernels(around, core, after, core_after)
+    shape, layout, e, N, Q, K, F = of.shape, of.layout, of.e, of.N, of.Q, of.K, of.F
+    tp, gated, cut = layout.tp, shape.gated, layout.sequence_parallel
+    whole = float(of.tokens * shape.width)  # the input of column layers
+    rows = whole * shape.top_k  # of experts
+    moved = [2 * e * rows] * 2 + [3 * e * rows] * 2
+    copies = [2 * e * whole] * 4 + [2 * e * N] * 3
+    turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)]
+    columns = (5 if gated else 4) + (3 if shape.biases else 0)
+    return [
+        (True, [2 * e * N] * 2 + [3 * e * N] * 2, [3 * e * N] * 4),  # norms and additions
+        (True, [], [3 * e * whole] * 2),  # the gradients of query, key and value's input are added
+        (gated, [2 * e * F, 3 * e * F], [3 * e * F] * 3 + [3 * e * whole]),
+        (not gated, [2 * e * F], [3 * e * F]),
+        (shape.biases, [], [e * N] * 2 + [e * F, e * Q, e * K]),
+        (shape.biases and tp > 1, [2 * e * N] * 2, []),  # after the sum; else the product adds it
+        # rows to their experts and back; weight gradients of all experts are joined
+        (shape.experts > 0, moved, moved + [2 * e * expert_parameters(shape, layout.ep)]),
+        (cut, [2 * e * N] * 2, [2 * e * N] * 2),  # a rank's own block is copied to its place
+        (cut and layout.microbatch > 1, copies, copies),  # time is dim 1: around each message
+        (shape.dropout, [(2 * e + 1) * N] * 2, [(2 * e + 1) * N] * 2),
+        # in fp32: cast, complex product, cast; and the angles
+        (
+            shape.positions == "rotary",
+            turned + [SMALL] * 7,
+            turned + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K],
+        ),
+        # two kernels that stand for the gradient of a column layer until it's computed
+        (tp > 1, [], [SMALL] * 2 * columns),
+    ], eager_core(of)
+
+
+def eager_core(of: RankWork) -> list[Row]:
+    """Return the rows of attention's core: of ring attention, or of the square."""
+    e, cp, Q, K, S = of.e, of.layout.cp, of.Q, of.K, of.S
+    if of.ring and of.software.fused_ring:  # blocks are added up in fp32
+        return [(True, [(e + 8) * Q] * (cp - 1), [(e + 8) * Q, 2 * (e + 8) * K] * (cp - 1))]
+    if not of.ring:
+        unfused, squares = of.shape.attention == "unfused", [2 * e * S] * 2
+        return [  # mask and softmax; copies that are contiguous
+            (unfused, [2 * e * Q] * 5 + squares, [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]),
+            (unfused and of.shape.dropout, [(2 * e + 1) * S], [(2 * e + 1) * S]),
+        ]
+    share = ring_share(of.layout)
+    blocks, part, mask = S * share, Q * share, 8 * S / cp  # in fp32; the mask of the own block
+    added = [8 * K, 2 * (e + 4) * K] + [8 * part] * 2 + [12 * part]
+    added += [8 * K] * 2 + [16 * K] * 2 + [24 * K]
+    return [
+        # logsumexp, subtract, exp, a copy
+        (True, [4 * blocks] + [8 * blocks] * 3 + [mask], [8 * blocks] * 4 + [12 * blocks, mask]),
+        # to fp32 and back, scaled
+        (True, [4 * Q, (e + 4) * Q, 8 * Q, (e + 4) * Q, 4 * e * K], [(e + 4) * Q] * 4),
+        (True, [], [8 * Q] * 3 + [12 * Q, 2 * (e + 4) * K, 4 * e * K]),  # ∂O · O
+        # a block is added to the others, and its gradients, too
+        (True, ([2 * (e + 4) * K] + [8 * part] * 4 + [SMALL] * 7) * cp, added * cp),
+    ]

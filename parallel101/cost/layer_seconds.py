@@ -22,17 +22,18 @@ from parallel101.cost.cluster import (
 )
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
 from parallel101.cost.layer_kernels import (
-    LayerCut,
-    Product,
-    eager_memory,
+    Products,
+    RankWork,
     flash_attention,
-    fused_memory,
+    input_gradients,
     linear_products,
+    memory_kernels,
     ring_share,
-    sizes,
     square_products,
+    weight_gradients,
 )
 from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import Software
 
 
@@ -87,98 +88,99 @@ def beside(messages: float, kernels: float, software: Software) -> float:
     return max(0.0, messages - kernels) + software.contention * min(messages, kernels)
 
 
-def products_seconds(cluster: Cluster, products: list[Product], itemsize: int) -> float:
-    return sum(
-        product_seconds(cluster.chip, p.m, p.n, p.k, batch=p.batch, itemsize=itemsize)
-        for p in products
-    )
-
-
-def context_seconds(
-    shape: ModelShape, cluster: Cluster, cut: LayerCut, compute: float, tensors: int
-) -> float:
-    """Return the exposed seconds of Ulysses, or of ring attention that sends `tensors` tensors."""
-    if cut.cp == 1:
-        return 0.0
-    of = sizes(shape, cut)
-    if cut.context == "ulysses":
-        nbytes = of.e * (2 * of.Q + tensors * of.K)
-        return all_to_all_seconds(cluster, nbytes, cut.cp, cut.tp)
-    step = send_seconds(cluster, tensors * of.e * of.K, cut.tp, ranks=cut.cp)
-    return (cut.cp - 1) * max(0.0, step - compute / cut.cp)
-
-
 @lru_cache(maxsize=1 << 14)
-def layer_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
+def seconds_of_parts(
+    shape: ModelShape, cluster: Cluster, layout: ParallelLayout, software: Software
+) -> tuple[Pass, Pass, Pass]:
+    """Return the seconds of one layer, of the embedding and of the head, for one microbatch."""
+    of = RankWork(shape, cluster, layout, software)
+    return layer_seconds(of), embedding_seconds(of), head_seconds(of)
+
+
+def products_seconds(of: RankWork, products: Products, itemsize: int | None = None) -> float:
+    chip, e = of.cluster.chip, of.e if itemsize is None else itemsize
+    return sum(product_seconds(chip, m, n, k, batch=b, itemsize=e) for m, n, k, b in products)
+
+
+def bound_by_memory(of: RankWork, kernels: list[float]) -> float:
+    return sum(memory_seconds(of.cluster.chip, nbytes) for nbytes in kernels)
+
+
+def core_seconds(of: RankWork) -> tuple[float, float]:
+    """Return the seconds of the products of attention's core, forward and backward."""
+    chip, cp, e = of.cluster.chip, of.layout.cp, of.e
+    if of.shape.attention == "fused" and (of.software.fused_ring or not of.ring):
+        flops, nbytes = flash_attention(of)
+        flops /= of.software.attention
+        more = (cp - 1) * of.cluster.kernels.launch if of.ring else 0.0  # a kernel for each block
+        after = attention_seconds(chip, 2.5 * flops, 2 * nbytes, backward=True, itemsize=e)
+        return attention_seconds(chip, flops, nbytes, itemsize=e) + more, after + more
+    squares = square_products(of)
+    gradients = input_gradients(squares) + weight_gradients(squares)
+    gradients += squares[:1] if of.ring else []  # the scores again
+    part, e = (ring_share(of.layout), 4) if of.ring else (1.0, e)
+    return part * products_seconds(of, squares, e), part * products_seconds(of, gradients, e)
+
+
+def context_seconds(of: RankWork, compute: float, tensors: int) -> float:
+    """Return the exposed seconds of Ulysses, or of ring attention that sends `tensors` tensors."""
+    cp, tp = of.layout.cp, of.layout.tp
+    if not of.ring:  # of one rank none
+        return all_to_all_seconds(of.cluster, of.e * (2 * of.Q + tensors * of.K), cp, tp)
+    step = send_seconds(of.cluster, tensors * of.e * of.K, tp, ranks=cp)
+    return (cp - 1) * max(0.0, step - compute / cp)
+
+
+def layer_seconds(of: RankWork) -> Pass:
     """Return the seconds of one layer's forward and backward for one microbatch."""
-    chip, e, launch = cluster.chip, cut.itemsize, cluster.kernels.launch
-    memory = (
-        fused_memory(shape, cut)
-        if software.fused
-        else eager_memory(shape, cut, software.fused_ring)
-    )
-    linear = linear_products(shape, cut, joined=software.fused)
-    forward = products_seconds(cluster, linear, e)
-    weight_gradients = products_seconds(cluster, [p.weight_gradient for p in linear], e)
-    backward = weight_gradients + products_seconds(cluster, [p.input_gradient for p in linear], e)
-    backward += software.again * forward
+    shape, cluster, layout, software = of.shape, of.cluster, of.layout, of.software
+    (around, after), (in_core, in_core_after) = memory_kernels(of)
+    linear = linear_products(of)
+    forward, gradients = (products_seconds(of, x) for x in (linear, weight_gradients(linear)))
+    backward = gradients + products_seconds(of, input_gradients(linear)) + software.again * forward
+    core, core_after = core_seconds(of)
 
-    ring = cut.cp > 1 and cut.context != "ulysses"
-    if shape.attention == "fused" and not (ring and not software.fused_ring):
-        flops, nbytes = flash_attention(shape, cut)
-        flops /= software.attention
-        core = attention_seconds(chip, flops, nbytes, itemsize=e)
-        core_after = attention_seconds(chip, 2.5 * flops, 2 * nbytes, backward=True, itemsize=e)
-        if ring:  # a kernel for each block
-            core, core_after = (x + (cut.cp - 1) * launch for x in (core, core_after))
-    else:
-        squares = square_products(shape, cut)
-        gradients = [p.input_gradient for p in squares] + [p.weight_gradient for p in squares]
-        gradients += squares[:1] if ring else []  # the scores again
-        part = ring_share(cut) if ring else 1.0
-        core = part * products_seconds(cluster, squares, 4 if ring else e)
-        core_after = part * products_seconds(cluster, gradients, 4 if ring else e)
-    around, in_core, after, in_core_after = (
-        sum(memory_seconds(chip, nbytes) for nbytes in kernels) for kernels in memory
-    )
-
-    of = sizes(shape, cut)
-    activations = of.tokens * shape.width * e
-    tp = all_reduce_seconds(cluster, activations, cut.tp, algorithm=software.collectives)
+    activations = of.tokens * shape.width * of.e
+    tp = all_reduce_seconds(cluster, activations, layout.tp, algorithm=software.collectives)
     if shape.experts:  # they aren't cut: one sum instead of two
         tp /= 2
-    tp_back = backward_messages(tp, weight_gradients, cut, software)
+    tp_back = backward_messages(tp, gradients, layout, software)
     if software.collectives == "direct":
-        add = added_seconds(cluster, activations, cut.tp)
+        add = added_seconds(cluster, activations, layout.tp)
         tp += add  # of the last block; the others' come meanwhile
-        tp_back += 2 * add * (cut.tp - 1 if cut.overlap else 1)
+        tp_back += 2 * add * (layout.tp - 1 if layout.overlap else 1)
     ep = 0.0
-    if shape.experts and cut.ep > 1:
+    if shape.experts:
         sent = activations * shape.top_k
-        ep = 2 * all_to_all_seconds(cluster, sent, cut.ep, cut.tp * cut.cp)
-    cp = context_seconds(shape, cluster, cut, core + in_core, 2)
-    cp_back = context_seconds(shape, cluster, cut, core_after + in_core_after, 4)
+        ep = 2 * all_to_all_seconds(cluster, sent, layout.ep, layout.tp * layout.cp)
 
-    kernels = len(linear) + len(memory.around) + len(memory.core) + 2
-    kernels_back = 2 * len(linear) + len(memory.after) + len(memory.core_after) + 4
-    busy, products = around + in_core, forward + core
-    host = waiting_for_host(products + busy, kernels, software)
-    first = Seconds(products, busy, host, 2 * tp, cp, ep)
-    busy, products = after + in_core_after, backward + core_after
-    host = waiting_for_host(products + busy, kernels_back, software)
-    second = Seconds(products, busy, host, tp_back, cp_back, ep)
-    if cut.recompute == "full":
+    def one_pass(
+        linears: float, core: float, memory: list[float], in_core: list[float],
+        launches: int, tp: float, tensors: int,
+    ) -> tuple[Seconds, Seconds]:  # fmt: skip
+        """Return the seconds of a pass, and those of its core."""
+        of_core = bound_by_memory(of, in_core)
+        cp = context_seconds(of, core + of_core, tensors)
+        products, busy = linears + core, bound_by_memory(of, memory) + of_core
+        kernels = launches + len(memory) + len(in_core)
+        host = waiting_for_host(products + busy, kernels, software)
+        return Seconds(products, busy, host, tp, cp, ep), Seconds(core, of_core, cp=cp)
+
+    n = len(linear)
+    first, again = one_pass(forward, core, around, in_core, n + 2, 2 * tp, 2)
+    second, _ = one_pass(backward, core_after, after, in_core_after, 2 * n + 4, tp_back, 4)
+    if layout.recompute == "full":
         second = second.plus(first)
         if not software.fused and not shape.dropout:  # torch stops before the last product
-            down = products_seconds(cluster, linear[-1:], e)
-            second = second.plus(Seconds(down, memory_seconds(chip, 3 * e * of.N), tp=tp), -1)
-    elif cut.recompute == "selective":
-        second = second.plus(Seconds(core, in_core, cp=cp))
+            added = bound_by_memory(of, [3 * of.e * of.N])
+            second = second.plus(Seconds(products_seconds(of, linear[-1:]), added, tp=tp), -1)
+    elif layout.recompute == "selective":
+        second = second.plus(again)
     return Pass(first, second)
 
 
 def backward_messages(
-    tp: float, weight_gradients: float, cut: LayerCut, software: Software
+    tp: float, weight_gradients: float, layout: ParallelLayout, software: Software
 ) -> float:
     """Return the exposed seconds of a layer's messages along tp in backward.
 
@@ -186,74 +188,51 @@ def backward_messages(
     reduce-scatter, which take half as long. Only the messages of column layers can overlap: row
     layers need theirs first.
     """
-    if cut.tp == 1:
-        return 0.0
     how = software.tp_overlap
-    if how == "none" or (how == "halves" and not cut.overlap):
+    if how == "none" or (how == "halves" and not layout.overlap):
         return 2 * tp
     # reduce-scatters; in "column" also gathering again, or the second halves of the sums
     hidden = tp if how == "halves" else 2 * tp
-    exposed = tp if how == "halves" or cut.sequence_parallel else 0.0
+    exposed = tp if how == "halves" or layout.sequence_parallel else 0.0
     return exposed + beside(hidden, weight_gradients, software)
 
 
-@lru_cache(maxsize=1 << 14)
-def embedding_seconds(
-    shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software
-) -> Pass:
+def embedding_seconds(of: RankWork) -> Pass:
     """Return the seconds of the embedding's forward and backward."""
-    cut = cut._replace(tp=shape.tp_beside_attention(cut.tp))
-    chip, e = cluster.chip, cut.itemsize
-    of = sizes(shape, cut)
-    size = of.tokens * shape.width * e
-    kernels = [2 * size, 3 * size] if shape.positions == "learned" else [2 * size]
-    kernels += [2 * size] if cut.tp > 1 else []  # other ranks' tokens become zeros
-    seconds = sum(memory_seconds(chip, nbytes) for nbytes in kernels)
+    shape, layout = of.shape, of.layout
+    size = of.tokens * shape.width * of.e
+    kernels = [2.0 * size] + [3.0 * size] * (shape.positions == "learned")
+    kernels += [2.0 * size] * (of.beside > 1)  # other ranks' tokens become zeros
     # the gradient of the table is as large as the table
-    table = shape.vocabulary * shape.width / cut.tp * e
-    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
-    if cut.sequence_parallel:  # a reduce-scatter
-        tp /= 2
+    table = [shape.vocabulary * shape.width / of.beside * of.e]
+    tp = all_reduce_seconds(of.cluster, size, of.beside, algorithm=of.software.collectives)
+    # with sequence parallel a reduce-scatter, and an all-gather in backward
+    messages, back = (tp / 2, tp / 2) if layout.sequence_parallel else (tp, 0.0)
     return Pass(
-        Seconds(memory=seconds, tp=tp),
-        Seconds(
-            memory=seconds + memory_seconds(chip, table),
-            tp=tp if cut.sequence_parallel else 0.0,
-        ),
+        Seconds(memory=bound_by_memory(of, kernels), tp=messages),
+        Seconds(memory=bound_by_memory(of, kernels + table), tp=back),
     )
 
 
-def padded_vocabulary(shape: ModelShape, tp: int, software: Software) -> int:
-    """Return the number of words in the output layer on each tp rank, with padding."""
-    mine = -(-shape.vocabulary // tp)
-    return -(-mine // software.padding) * software.padding
-
-
-@lru_cache(maxsize=1 << 14)
-def head_seconds(shape: ModelShape, cluster: Cluster, cut: LayerCut, software: Software) -> Pass:
+def head_seconds(of: RankWork) -> Pass:
     """Return the seconds of forward and backward of the final norm, output layer and loss."""
-    cut = cut._replace(tp=shape.tp_beside_attention(cut.tp))
-    chip, e = cluster.chip, cut.itemsize
-    of = sizes(shape, cut)
-    logits = Product(of.tokens, padded_vocabulary(shape, cut.tp, software), shape.width)
-    loss = memory_seconds(chip, software.loss_bytes / 2 * logits.m * logits.n)
-    size = of.tokens * shape.width * e
-    tp = all_reduce_seconds(cluster, size, cut.tp, algorithm=software.collectives)
-    numbers = 3 * all_reduce_seconds(cluster, 4 * of.tokens, cut.tp)
-    weight_gradient = products_seconds(cluster, [logits.weight_gradient], e)
+    shape, layout, software, n = of.shape, of.layout, of.software, of.beside
+    words = -(-shape.vocabulary // n)  # on each rank along tp
+    words = -(-words // software.padding) * software.padding
+    logits: Products = [(of.tokens, words, shape.width, 1)]
+    size = of.tokens * shape.width * of.e
+    outside = size / (n if layout.sequence_parallel else 1)
+    loss = software.loss_bytes / 2 * of.tokens * words
+    tp = all_reduce_seconds(of.cluster, size, n, algorithm=software.collectives)
+    numbers = 3 * all_reduce_seconds(of.cluster, 4 * of.tokens, n)
+    gradient = products_seconds(of, weight_gradients(logits))
     # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after
-    before, after = (tp / 2, tp / 2) if cut.sequence_parallel else (0.0, tp)
-    if software.tp_overlap != "none" and cut.overlap:
-        after = beside(after, weight_gradient, software)
+    before, after = (tp / 2, tp / 2) if layout.sequence_parallel else (0.0, tp)
+    if software.tp_overlap != "none" and layout.overlap:
+        after = beside(after, gradient, software)
+    backward = gradient + products_seconds(of, input_gradients(logits))
+    norm, norm_back = (bound_by_memory(of, [loss, k * outside]) for k in (2.0, 5.0))
     return Pass(
-        Seconds(
-            products_seconds(cluster, [logits], e),
-            loss + memory_seconds(chip, 2 * e * of.N),
-            tp=before + numbers,
-        ),
-        Seconds(
-            weight_gradient + products_seconds(cluster, [logits.input_gradient], e),
-            loss + memory_seconds(chip, 5 * e * of.N),
-            tp=after,
-        ),
+        Seconds(products_seconds(of, logits), norm, tp=before + numbers),
+        Seconds(backward, norm_back, tp=after),
     )

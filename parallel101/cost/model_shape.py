@@ -141,6 +141,16 @@ class ModelShape:
         return int(rank_parameters(self, 1, 1, self.layers, True, True))
 
 
+def linears(shape: ModelShape, tp: int) -> tuple[tuple[int, list[int]], ...]:
+    """Return the inputs and the outputs of a layer's linear layers on a rank, the experts' once:
+    query, key and value, which have the same inputs; the attention's output; the MLP's up, with the
+    gate if there is one; its down.
+    """
+    h, q, kv = shape.width, shape.width // tp, shape.kv_width // tp
+    f = shape.inside // shape.tp_beside_attention(tp)
+    return (h, [q, kv, kv]), (q, [h]), (h, [f] * (2 if shape.gated else 1)), (f, [h])
+
+
 # ── arrays of parameters ──
 
 
@@ -176,10 +186,9 @@ def linear(rows: int, columns: int, bias: bool, tp_of_row: int = 1) -> Parts:
 
 def mlp_arrays(shape: ModelShape, tp: int) -> Parts:
     """Return the arrays of an MLP, or of one expert."""
-    h, bias = shape.width, shape.biases
-    cut = shape.tp_beside_attention(tp)
-    up = linear(h, shape.inside // cut, bias) * (2 if shape.gated else 1)
-    return up + linear(shape.inside // cut, h, bias, cut)
+    *_, (h, (f, *gate)), _ = linears(shape, tp)
+    up = linear(h, f, shape.biases) * (1 + len(gate))
+    return up + linear(f, h, shape.biases, shape.tp_beside_attention(tp))
 
 
 def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
@@ -258,11 +267,9 @@ def count_arrays(shape: ModelShape, tp: int, ep: int, layers: int, first: bool, 
 @lru_cache(maxsize=1 << 10)
 def weights_in_use(shape: ModelShape) -> float:
     """Return the number of weights in a layer's products that one token is multiplied by."""
-    h = shape.width
-    mlp = (3 if shape.gated else 2) * h * shape.inside
-    if shape.experts:
-        mlp = mlp * shape.top_k + h * shape.experts
-    return 2 * h * h + 2 * h * shape.kv_width + mlp
+    qkv, out, up, down = (inputs * sum(outputs) for inputs, outputs in linears(shape, 1))
+    router = shape.width * shape.experts
+    return qkv + out + router + (up + down) * (shape.top_k if shape.experts else 1)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -99,6 +99,16 @@ class ParallelLayout:
         return math.prod(self.mesh)
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a weight in the forward, and of a number in most activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of a number in the gradients that are accumulated and sent."""
+        return 4 if self.gradient_dtype == "fp32" else self.itemsize
+
+    @property
     def batch(self) -> int:
         """Samples of a step."""
         return self.microbatch * self.microbatches * self.dp * self.ep

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel101.cost.layer_activations import CORE, gradient_itemsize, itemsize, layer_kept
+from parallel101.cost.layer_activations import CORE, layer_kept
 from parallel101.cost.model_shape import (
     ModelShape,
     embedding_arrays,
     expert_parameters,
     layer_parameters,
+    linears,
     rank_parameters,
     size_of,
     table_parameters,
@@ -109,7 +110,7 @@ class _RankMemory:
     def __post_init__(self) -> None:
         shape, layout, cpu = self.shape, self.layout, self.cpu
         self.first, self.last = self.position == 0, self.position == layout.pp - 1
-        e, g = self.e, self.g = itemsize(layout), gradient_itemsize(layout)
+        e, g = self.e, self.g = layout.itemsize, layout.gradient_itemsize
         mixed = layout.precision.endswith("mixed")
         tp, ep, zero, h = layout.tp, layout.ep, layout.zero_stage, shape.width
         ends = self.tp_beside_attention = shape.tp_beside_attention(tp)
@@ -206,12 +207,10 @@ class _RankMemory:
 
         These are the input of each linear layer and its output's gradient.
         """
-        shape, e, n, t = self.shape, self.e, self.n, self.layout.tp
-        other = self.tp_beside_attention
-        h, kv, f = shape.width, shape.kv_width, shape.inside
-        inside = (2 * h + 2 * kv) / t + (3 if shape.gated else 2) * f / other
-        found = sum(self.layers) * e * n * (4 * h + inside)
-        return found + (e * n * (h + shape.vocabulary / other) if self.last else 0.0)
+        shape, tokens = self.shape, self.e * self.n
+        each = sum(inputs + sum(outputs) for inputs, outputs in linears(shape, self.layout.tp))
+        head = shape.width + shape.vocabulary / self.tp_beside_attention
+        return tokens * (sum(self.layers) * each + self.last * head)
 
     def earlier(self) -> float:
         """Return the bytes of earlier microbatches' gradients, while the last are computed."""

@@ -24,15 +24,7 @@ from parallel101.cost.cluster import (
     all_reduce_seconds,
     send_seconds,
 )
-from parallel101.cost.layer_activations import gradient_itemsize, itemsize
-from parallel101.cost.layer_kernels import LayerCut
-from parallel101.cost.layer_seconds import (
-    Pass,
-    Seconds,
-    embedding_seconds,
-    head_seconds,
-    layer_seconds,
-)
+from parallel101.cost.layer_seconds import Pass, Seconds, seconds_of_parts
 from parallel101.cost.model_shape import ModelShape, hardware_flops, model_flops, table_parameters
 from parallel101.cost.parallel_layout import ParallelLayout, stage_layers
 from parallel101.cost.software import TRAINERS, Software
@@ -125,10 +117,7 @@ def step_time(
     Raises ValueError if the layout has more GPUs than the cluster, or if the sizes don't divide.
     """
     check(shape, layout, cluster)
-    cut = cut_of(layout)
-    layer = layer_seconds(shape, cluster, cut, software)
-    embedding = embedding_seconds(shape, cluster, cut, software)
-    head = head_seconds(shape, cluster, cut, software)
+    of_model = seconds_of_parts(shape, cluster, of_a_layer(layout), software)
 
     P, M = layout.pp, layout.microbatches
     # a rank has the global stages rank, rank + P, rank + 2P …
@@ -137,7 +126,7 @@ def step_time(
     kinds: dict[ModelPart, RankSeconds] = {}  # most ranks are alike
     for stage in stages:
         if stage not in kinds:
-            one = together(layer, *stage[1:], embedding, head)
+            one = together(*of_model, *stage[1:])
             added, moved = accumulation_seconds(layout, cluster, software, stage)
             passes = one.forward.total, one.backward.total + moved
             waits = gradient_seconds(layout, cluster, software, stage, *passes)
@@ -186,17 +175,20 @@ def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
             raise ValueError(f"{name}={size} can't be cut over {axis}={parts}: expected a multiple")
 
 
-def cut_of(layout: ParallelLayout) -> LayerCut:
-    """Return the part of a layout that a layer's time depends on."""
-    sizes = layout.tp, layout.cp, layout.ep, layout.microbatch
+# the fields of a layout that a layer's seconds depend on
+OF_LAYER = ("tp", "cp", "ep", "microbatch", "recompute", "precision", "context", "overlap")
+one_layout = lru_cache(maxsize=1 << 14)(ParallelLayout)
+
+
+def of_a_layer(layout: ParallelLayout) -> ParallelLayout:
+    """Return the layout with all other fields as they are by default, the same for many layouts."""
     in_time = layout.sequence_parallel and layout.tp > 1
-    options = layout.recompute, itemsize(layout), layout.context, layout.overlap
-    return LayerCut(*sizes, in_time, *options)
+    return one_layout(sequence_parallel=in_time, **{n: getattr(layout, n) for n in OF_LAYER})
 
 
 @lru_cache(maxsize=1 << 12)
 def together(
-    layer: Pass, layers: int, first: bool, last: bool, embedding: Pass, head: Pass
+    layer: Pass, embedding: Pass, head: Pass, layers: int, first: bool, last: bool
 ) -> Pass:
     """Return the seconds of a stage: its layers, and maybe the embedding or the head."""
     forward, backward = (Seconds().plus(one, layers) for one in layer)
@@ -271,7 +263,7 @@ def pipeline_seconds(
     if layout.pp == 1:
         return 0.0
     stride, P = layout.strides["pp"], layout.pp
-    size = layout.microbatch * shape.time / layout.cp * shape.width * itemsize(layout)
+    size = layout.microbatch * shape.time / layout.cp * shape.width * layout.itemsize
     cut = layout.tp if layout.sequence_parallel or software.scatter_gather else 1
     once = send_seconds(cluster, size / cut, stride, ranks=P)
     if software.scatter_gather and not layout.sequence_parallel:
@@ -285,7 +277,7 @@ def pipeline_seconds(
         exposed += waiting_in_1f1b(layout, once, of_rank)
     tied = 0.0
     if shape.tied:
-        nbytes = table_parameters(shape, layout.tp) * gradient_itemsize(layout)
+        nbytes = table_parameters(shape, layout.tp) * layout.gradient_itemsize
         tied = all_reduce_seconds(cluster, nbytes, 2, stride * (P - 1))
     return exposed + tied
 

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from parallel101.cost.cluster import Cluster, all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
-from parallel101.cost.layer_activations import gradient_itemsize, itemsize
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import (
     Gradients,
@@ -68,7 +67,7 @@ def accumulation_seconds(
     if software.accumulation == "fused":
         return 0.0, 0.0
     parameters, launch = stage.parameters(layout), cluster.kernels.launch
-    size, weight = gradient_itemsize(layout), itemsize(layout)
+    size, weight = layout.gradient_itemsize, layout.itemsize
     added = memory_seconds(cluster.chip, parameters * (weight + 2 * size))
     if software.accumulation == "each":
         return layout.microbatches * added, 0.0
@@ -105,7 +104,7 @@ def sent_apart(layout: ParallelLayout) -> bool:
 
 def buckets_of(layout: ParallelLayout, stage: ModelPart) -> tuple[Gradients, ...]:
     """Return the buckets in which a stage's gradients travel, in the order backward fills them."""
-    options = itemsize(layout), sent_apart(layout), 4 if layout.zero_stage else 2
+    options = layout.itemsize, sent_apart(layout), 4 if layout.zero_stage else 2
     return buckets(stage, layout.tp, layout.ep, layout.recompute, *options)
 
 
@@ -148,7 +147,7 @@ def bucket_seconds(
     """
     ranks, found = layout.dp * layout.ep * layout.cp, buckets_of(layout, stage)
     per_work = backward / max(1.0, sum([work for _, _, work in found]))
-    nbytes, how = gradient_itemsize(layout), software.collectives
+    nbytes, how = layout.gradient_itemsize, software.collectives
     took = {
         size: all_gather_seconds(cluster, size * nbytes, ranks, layout.tp, algorithm=how)
         for size in {size for size, _, _ in found}
@@ -212,7 +211,7 @@ def gradient_seconds(
         rest = (parts - 1) / parts
         return messages / parts + beside(rest * messages, rest * kernels, software)
 
-    weight, gradient = itemsize(layout), gradient_itemsize(layout)
+    weight, gradient = layout.itemsize, layout.gradient_itemsize
     ends = stage.first + stage.last
     if layout.zero_stage < 3:
         gather = seconds(weight) if layout.zero_stage else 0.0

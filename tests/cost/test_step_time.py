@@ -16,12 +16,7 @@ from parallel101.cost import (
     step_time,
 )
 from parallel101.cost.kernels import product_seconds
-from parallel101.cost.layer_kernels import (
-    LayerCut,
-    eager_memory,
-    fused_memory,
-    linear_products,
-)
+from parallel101.cost.layer_kernels import RankWork, linear_products, memory_kernels
 from parallel101.cost.layer_seconds import Pass, Seconds
 from parallel101.cost.step_time import bubble_seconds
 from parallel101.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -161,9 +156,10 @@ def test_programs_differ():
     assert theirs.parts["memory-bound"] < ours.parts["memory-bound"]  # it fuses
     assert theirs.parts["pp"] > ours.parts["pp"]  # and waits for messages
     assert "host" in theirs.parts and "host" not in ours.parts
-    cut = LayerCut(tp=8, microbatch=2)
-    assert len(linear_products(shape, cut, joined=True)) == 4
-    assert sum(eager_memory(shape, cut).core) > sum(fused_memory(shape, cut).core)
+    works = [RankWork(shape, H100, ParallelLayout(tp=8), s) for s in (TRAINERS, MEGATRON_2021)]
+    assert [len(linear_products(of)) for of in works] == [6, 4]
+    ours, theirs = (sum(in_core) for _, (in_core, _) in map(memory_kernels, works))
+    assert ours > theirs
 
 
 def test_bad_sizes_are_refused_in_words():
