@@ -215,8 +215,9 @@ def test_a_run_that_timed_out_has_its_record(backend):
     assert [(e.rank, e.kind, e.peer) for e in trace.unfinished] == [(1, "send", 0)]
 
 
-def test_a_monitored_barrier_has_an_end():
-    trace = p101.launch(dist.monitored_barrier, world_size=2, trace=True).trace
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_monitored_barrier_has_an_end(backend):
+    trace = p101.launch(dist.monitored_barrier, world_size=2, backend=backend, trace=True).trace
     assert [e.kind for e in trace.events] == ["barrier"] * 2 and not trace.unfinished
 
 

@@ -45,7 +45,7 @@ from parallel101.laboratory.record.host_time import HostTime
 from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.rank_files import RankFiles
-from parallel101.laboratory.record.signatures import own_limit, snapshot, unchanged
+from parallel101.laboratory.record.signatures import own_limit, snapshot
 from parallel101.laboratory.record.wait_for import RankStatus
 
 SHORTEST_WAIT = 50e-6  # seconds
@@ -333,23 +333,20 @@ class Recording:
     ):
         self.group, self.payload, self.received = group, payload, received
         self.unrecorded = bool(recorder.unrecorded_label)
-        self.tensors = [(tensor, _version(tensor), snapshot(tensor)) for tensor in inputs]
+        self.tensors = [(tensor, _contents(tensor)) for tensor in inputs]
         self.start = recorder.now()
 
     def changed(self) -> bool:
-        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to
-        # is compared
-        return any(
-            (t.is_cpu or _version(t) != version) and not unchanged(t, before)
-            for t, version, before in self.tensors
-        )
+        return any(_contents(tensor) != before for tensor, before in self.tensors)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often torch wrote to the tensor or another view of its memory.
+def _contents(tensor: torch.Tensor) -> bytes | int:
+    """Return the tensor's bytes, or samples of them; on a GPU, how often torch wrote to its memory.
 
-    Writes through x.data and NumPy are not counted.
+    To read the memory of a GPU would wait for it. (Writes through x.data aren't counted there.)
     """
+    if tensor.is_cpu:
+        return snapshot(tensor.data_ptr(), tensor.nbytes)
     return -1 if tensor.is_inference() else tensor._version
 
 

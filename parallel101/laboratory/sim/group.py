@@ -35,6 +35,7 @@ from parallel101.laboratory.record.signatures import (
     CollectiveArguments,
     flat,
     own_limit,
+    snapshot,
     with_collectives,
 )
 from parallel101.laboratory.sim.async_work import SimWork
@@ -46,7 +47,6 @@ from parallel101.laboratory.sim.message_matching import (
     UnmatchedMessages,
     on_a_device,
     refuse,
-    snapshot,
 )
 from parallel101.laboratory.sim.torch_collectives import (
     Buffers,

@@ -19,10 +19,8 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from ctypes import Array, c_char
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,39 +38,16 @@ from parallel101.laboratory.record.calls import (
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup, EventRow
 from parallel101.laboratory.record.program_lines import where as where_from
-from parallel101.laboratory.record.signatures import own_limit, unfit
+from parallel101.laboratory.record.signatures import WHOLE, memory, own_limit, snapshot, unfit
 from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.spans import Collective, current_collective
 
-# a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
-WHOLE = 1 << 20
-SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
 NO_MESSAGE_YET = object()
 
 # a run records millions of events: equal shapes share one plain tuple, equal dtypes one string
 _shapes: dict[Any, tuple[int, ...]] = {}
 _dtypes: dict[torch.dtype, str] = {}
-
-
-@lru_cache(maxsize=1024)
-def memory(nbytes: int) -> type[Array[c_char]]:
-    """Return the type whose `from_address(pointer).raw` reads and writes `nbytes` of memory.
-
-    It is twice as fast as string_at and memmove.
-    """
-    return c_char * nbytes
-
-
-def snapshot(pointer: int, nbytes: int) -> bytes:
-    """Copy the bytes at a place in memory, so that a later change can be noticed.
-
-    If there are more than WHOLE bytes, only samples are copied.
-    """
-    if nbytes <= WHOLE:
-        return memory(nbytes).from_address(pointer).raw
-    step = (nbytes - SAMPLE) // (SAMPLES - 1)
-    return b"".join(memory(SAMPLE).from_address(pointer + i * step).raw for i in range(SAMPLES))
 
 
 # ── The two sides of a message

@@ -167,7 +167,8 @@ def simulate(
     try:
         profiler = torch_private.around_profiler(states.use_profiler, states.profiler_stopped)
         futures = torch_private.ahead_of_futures(wait_for_future, poll_future)
-        with on_one_core(), futures, profiler, stores.used():
+        barrier = torch_private.called_instead(dist.monitored_barrier, _on_sim)
+        with on_one_core(), futures, profiler, stores.used(), barrier:
             results = world.run(main, states.switch)
     finally:
         torch_private.name_groups_by_thread(False)
@@ -203,6 +204,18 @@ def _no_group(*_: Any) -> NoReturn:
         "backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., "
         "backend='sim')"
     )
+
+
+def _on_sim(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a monitored_barrier for the sim under gloo's rules. torch's own asks for gloo."""
+
+    def monitored_barrier(group: Any = None, *args: Any, **named: Any) -> None:
+        own = group or dist.group.WORLD
+        if getattr(own, "getBackendName", str)() == "sim":
+            return own.monitored_barrier(*args, **named)
+        return original(group, *args, **named)
+
+    return monitored_barrier
 
 
 @contextlib.contextmanager
