@@ -7,7 +7,6 @@ training_steps.py       the steps of a training loop
 logical_topology.py     who sent to whom: a ring, a tree, a grid, …
 replay.py               these together: what each rank held after each step
 rank_blocks.py          what each rank was given and returned, as rows of blocks
-results.py              what is wrong with the values that ranks returned
 verdict.py              which collective it was, and what is wrong with its result
 held_blocks.py          which blocks each rank of a sharded product held
 sum_terms.py                which terms of its sum are in a block

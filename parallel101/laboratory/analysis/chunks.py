@@ -10,8 +10,8 @@ all ranks: then a chunk is again a part of the tensor.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.provenance import ElementOrigin
@@ -31,87 +31,53 @@ class Chunk(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of a run, and which of them each message and each result contains.
-
-    It also says whose data each contains.
-    """
+    """The chunks of a run, and the number of the chunk of each element."""
 
     chunks: list[Chunk]
     sums: bool  # data was added up somewhere, not only moved
-    in_messages: list[dict[int, Counts]]  # by the chunk's number
-    in_results: list[dict[int, Counts] | None]  # None for a rank whose result is not known
-    number: Callable[[ElementOrigin], int]  # the chunk of an element that holds data
+    by_origin: bool  # a chunk is a part of one rank's tensor
+    numbers: dict[Element, int]
+
+    def number(self, element: ElementOrigin) -> int | None:
+        """Return the chunk of an element, or None if nothing of any chunk is in it, or meant to."""
+        return self.numbers.get(_key(element, self.by_origin)) if _is_data(element) else None
+
+    def held(self, tensor: Iterable[ElementOrigin]) -> dict[int, Counts]:
+        """Return whose data a tensor holds of each chunk."""
+        held: dict[int, Counts] = {}
+        for element in tensor:
+            if (chunk := self.number(element)) is not None:
+                held[chunk] = tuple(map(max, held.get(chunk, element.counts), element.counts))
+        return held
 
 
-def chunks_of(
-    messages: Sequence[list[ElementOrigin]],
-    results: Sequence[list[ElementOrigin] | None],
-    ranks: Sequence[int],
-    meant_for: Sequence[Mapping[int, Element]] = (),
-) -> Chunks:
-    """Group the terms of messages and results into chunks.
+def chunks_of(tensors: Sequence[Sequence[ElementOrigin]], ranks: Sequence[int]) -> Chunks:
+    """Group the elements of messages, and of what ranks returned and were given, into chunks.
 
-    Args:
-        messages: the decoded payload of each message.
-        results: the decoded result of each rank, None if it is not known.
-        ranks: those that took part.
-        meant_for: of the first results, the element that belongs at each place, as far as that is
-            known. It counts for memory that was never written.
+    `ranks`: those that took part.
     """
-    tensors = [_placed(message, {}) for message in messages]
-    for i, result in enumerate(results):
-        tensors.append(_placed(result or [], meant_for[i] if i < len(meant_for) else {}))
-    terms = {(element, counts) for tensor in tensors for element, counts in tensor}
-    sums = any(sum(counts) > 1 for _, counts in terms)
-    origins = sorted(
-        {origin for (origin, _), counts in terms if sum(counts) <= 1 and origin is not None}
-        | {rank for _, counts in terms for rank, count in enumerate(counts) if count}
-    )
-    by_position = _group(tensors, by_origin=False)
-    if sums or len(origins) <= 1 or len(set(by_position.values())) >= len(origins):
-        chunk_of, by_origin = by_position, False
-    else:
-        tensors = [
-            [(element, counts) for element, counts in tensor if element[0] is not None]
-            for tensor in tensors
-        ]
-        chunk_of, by_origin = _group(tensors, by_origin=True), True
-    sizes: dict[int, int] = defaultdict(int)
-    owner: dict[int, int | None] = {}
-    mixtures = {chunk for (_, position), chunk in chunk_of.items() if position is None}
-    for (origin, _), chunk in chunk_of.items():
-        sizes[chunk] += 1
-        owner[chunk] = origin
-    every = tuple(ranks) if sums else tuple(origins)
+    every = {element for tensor in tensors for element in tensor if _is_data(element)}
+    sums = any(sum(element.counts) > 1 for element in every)
+    origins = {r for element in every for r, count in enumerate(element.counts) if count}
+    origins |= {element.meant_for for element in every if element.meant_for is not None}
+    numbers = _numbers(tensors, by_origin=False)
+    by_origin = not sums and len(origins) > 1 and len(set(numbers.values())) < len(origins)
+    if by_origin:
+        numbers = _numbers(tensors, by_origin=True)
+    sizes = Counter(numbers.values())
+    owners = {chunk: origin for (origin, _), chunk in numbers.items()}
+    mixtures = {chunk for (_, position), chunk in numbers.items() if position is None}
+    stripes = tuple(ranks) if sums else tuple(sorted(origins))
     chunks = [
         Chunk(
             "?" if c in mixtures else letter(c),
-            (owner[c],) if by_origin else every,  # type: ignore[arg-type]
+            (owners[c],) if by_origin else stripes,  # type: ignore[arg-type]
             sizes[c],
             c in mixtures,
         )
         for c in range(len(sizes))
     ]
-
-    def content(tensor: Sequence[tuple[Element, Counts]]) -> dict[int, Counts]:
-        held: dict[int, Counts] = {}
-        for element, counts in tensor:
-            chunk = chunk_of[_key(element, by_origin)]
-            held[chunk] = tuple(map(max, held.get(chunk, counts), counts))
-        return held
-
-    contents = [content(tensor) for tensor in tensors]
-    in_results = [
-        None if result is None else held
-        for result, held in zip(results, contents[len(messages) :], strict=True)
-    ]
-    return Chunks(
-        chunks,
-        sums,
-        contents[: len(messages)],
-        in_results,
-        lambda term: chunk_of[_key(_placed([term], {})[0][0], by_origin)],
-    )
+    return Chunks(chunks, sums, by_origin, numbers)
 
 
 def letter(chunk: int) -> str:
@@ -119,42 +85,29 @@ def letter(chunk: int) -> str:
     return (letter(chunk // 26 - 1) if chunk >= 26 else "") + chr(ord("a") + chunk % 26)
 
 
-def _placed(
-    tensor: Sequence[ElementOrigin], meant_for: Mapping[int, Element]
-) -> list[tuple[Element, Counts]]:
-    """Return a tensor's elements that hold data or are meant for it, each with whose data it is."""
-    elements: list[tuple[Element, Counts]] = []
-    for place, term in enumerate(tensor):
-        if any(term.counts):
-            elements.append(
-                (
-                    (next(rank for rank, count in enumerate(term.counts) if count), term.position),
-                    term.counts,
-                )
-            )
-        elif term.unwritten and place in meant_for:
-            elements.append((meant_for[place], term.counts))
-    return elements
+def _is_data(element: ElementOrigin) -> bool:
+    return any(element.counts) or (element.unwritten and element.position is not None)
 
 
-def _key(element: Element, by_origin: bool) -> Element:
-    return element if by_origin else (None, element[1])
+def _key(element: ElementOrigin, by_origin: bool) -> Element:
+    return element.origin if by_origin else None, element.position
 
 
-def _group(
-    tensors: Sequence[Sequence[tuple[Element, Counts]]], by_origin: bool
-) -> dict[Element, int]:
+def _numbers(tensors: Sequence[Sequence[ElementOrigin]], by_origin: bool) -> dict[Element, int]:
     """Return the chunk of each element, in order of origin and position. Mixtures come last."""
     appearances: dict[Element, list] = defaultdict(list)
     for index, tensor in enumerate(tensors):
-        for element, counts in tensor:
-            appearances[_key(element, by_origin)].append(
-                (index, () if element[1] is None else counts)
-            )
+        for element in filter(_is_data, tensor):
+            counts = () if element.position is None else element.counts
+            appearances[_key(element, by_origin)].append((index, counts))
+    if by_origin:  # memory that was never written, and may be meant for any rank's data
+        appearances = {key: of for key, of in appearances.items() if key[0] is not None}
     keys = sorted(appearances, key=lambda key: (key[1] is None, key[0] or 0, key[1] or 0))
-    numbers: dict[tuple, int] = {}
-    chunk_of = {}
-    for key in keys:
-        same = ("mixed",) if key[1] is None else (key[0], *sorted(appearances[key]))
-        chunk_of[key] = numbers.setdefault(same, len(numbers))
-    return chunk_of
+    chunks: dict[tuple, int] = {}
+    return {
+        (origin, position): chunks.setdefault(
+            ("mixed",) if position is None else (origin, *sorted(appearances[origin, position])),
+            len(chunks),
+        )
+        for origin, position in keys
+    }

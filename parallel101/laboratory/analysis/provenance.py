@@ -35,11 +35,17 @@ class ElementOrigin(NamedTuple):
     counts: tuple[int, ...]  # how often each rank's data is in it, by rank
     divisor: int = 1  # what the sum was divided by
     unwritten: bool = False  # memory that was never written is in it
+    meant_for: int | None = None  # of such memory: the rank whose data belongs there, if known
 
     @property
     def mixed(self) -> bool:
         """Return True if elements from different positions were added together."""
         return self.position is None and any(self.counts)
+
+    @property
+    def origin(self) -> int | None:
+        """Return the first rank whose data it holds, or should hold."""
+        return next((rank for rank, count in enumerate(self.counts) if count), self.meant_for)
 
 
 def origin_tensor(

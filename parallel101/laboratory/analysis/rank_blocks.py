@@ -12,6 +12,7 @@ A block is a chunk's part from one rank, or the sum of the parts of several rank
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.chunks import Counts
@@ -69,19 +70,10 @@ def is_transposed(given: list[list[ChunkPart]], returned: list[list[ChunkPart]])
 
 
 def _block(replay: Replay, element: ElementOrigin) -> ChunkPart:
-    if not any(element.counts):  # zeros, or memory that was never written
-        return ChunkPart(None, ())
-    try:
-        chunk = replay.number(element)
-    except KeyError:
-        return ChunkPart(None, ())
-    used = any(element.counts[rank] for rank in replay.chunks[chunk].stripes)
+    chunk = replay.number(element) if any(element.counts) else None  # else it was never written
+    used = chunk is not None and any(element.counts[r] for r in replay.chunks[chunk].stripes)
     return ChunkPart(chunk, element.counts) if used else ChunkPart(None, ())
 
 
 def _in_blocks(blocks: Iterable[ChunkPart]) -> list[ChunkPart]:
-    row: list[ChunkPart] = []
-    for block in blocks:
-        if not row or row[-1] != block:
-            row.append(block)
-    return row
+    return [block for block, _ in groupby(blocks)]

@@ -10,12 +10,13 @@ here knows the name of an algorithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from parallel101.laboratory.analysis.chunks import Chunk, Counts, Element, chunks_of
+from parallel101.laboratory.analysis.chunks import Chunk, Chunks, Counts, chunks_of
 from parallel101.laboratory.analysis.logical_topology import (
     LogicalTopology,
     connected_ranks,
@@ -31,6 +32,7 @@ States = list[tuple[float, Counts]]
 # moments are numbers: START is before the first step, s the start of step s, s + 0.5 the arrival of
 # its messages
 START = -1.0
+Decoded = Sequence[ElementOrigin]
 
 
 class Landing(NamedTuple):
@@ -54,40 +56,53 @@ class Replay:
     messages: list[Message]
     step: list[int]  # of each message
     steps: int
+    results: Sequence[Any]  # by rank, as it was returned
+    numel: int | None  # of the tensor that each rank was given
     known: bool = False
     sums: bool = False  # data was added up somewhere, not only moved
     chunks: list[Chunk] = field(default_factory=list)
+    numbers: Chunks | None = None  # the number of each element's chunk
     landings: list[list[Landing]] = field(default_factory=list)  # of each message
     cells: dict[tuple[int, int], States] = field(default_factory=dict)  # of each (rank, chunk)
     # by rank; None if not known
     returned: list[dict[int, Counts] | None] = field(default_factory=list)
     # by rank, element by element what it returned; None if not known
-    origins: list[list[ElementOrigin] | None] = field(default_factory=list)
-    number: Callable[[ElementOrigin], int] = lambda _: 0  # the chunk of an element of a result
-    results: Sequence[Any] = ()  # by rank, as it was returned
-    numel: int | None = None  # of the tensor that each rank was given
+    origins: list[Decoded | None] = field(default_factory=list)
     no_data: bool = False  # the messages hold only zeros, as those of a barrier do
     # of each message: whether memory that was never written is in it
     unwritten: list[bool] = field(default_factory=list)
-    # for each rank, the ranks whose data could have reached it
-    connected: dict[int, set[int]] = field(default_factory=dict)
-    # and those of its group that have no message: their data was forgotten
-    expected: dict[int, set[int]] = field(default_factory=dict)
 
     def in_step(self, step: int) -> list[int]:
         """Return the indices of a step's messages."""
-        return self._by_step.get(step, [])
+        return self._by_step[step]
 
     @cached_property
     def _by_step(self) -> dict[int, list[int]]:
-        by_step: dict[int, list[int]] = {}
+        by_step: dict[int, list[int]] = defaultdict(list)
         for i, step in enumerate(self.step):
-            by_step.setdefault(step, []).append(i)
+            by_step[step].append(i)
         return by_step
 
-    def elements(self, rank: int) -> list[ElementOrigin]:
+    @cached_property
+    def connected(self) -> dict[int, set[int]]:
+        """For each rank, the ranks whose data could have reached it."""
+        return connected_ranks(self.ranks, [(m.src, m.dst) for m in self.messages])
+
+    @cached_property
+    def expected(self) -> dict[int, set[int]]:
+        """These, and those of its group that have no message: their data was forgotten."""
+        busy = {rank for m in self.messages for rank in (m.src, m.dst)}
+        pairs = [(m.src, m.dst) for m in self.messages]
+        pairs += [(m.src, r) for m in self.messages for r in {*m.send.group.ranks} - busy]
+        return connected_ranks(self.ranks, pairs)
+
+    def elements(self, rank: int) -> Decoded:
         """Return what a rank returned, element by element: nothing if that isn't known."""
         return (self.origins[rank] if self.origins else None) or []
+
+    def number(self, element: ElementOrigin) -> int | None:
+        """Return the chunk of an element; None if nothing that was sent or returned is in it."""
+        return None if self.numbers is None else self.numbers.number(element)
 
     def adds(self, step: int) -> bool:
         """Return whether a rank adds data that arrives in this step to its own."""
@@ -108,11 +123,8 @@ class Replay:
         returned = self.returned[rank] if self.returned else None
         if returned is not None:
             return returned
-        return {
-            c: self.cells[rank, c][-1][1]
-            for c in range(len(self.chunks))
-            if any(self.cells[rank, c][-1][1])
-        }
+        last = {chunk: self.cells[rank, chunk][-1][1] for chunk in range(len(self.chunks))}
+        return {chunk: counts for chunk, counts in last.items() if any(counts)}
 
 
 def replay_of(
@@ -133,156 +145,114 @@ def replay_of(
     the earlier events of its run.
     """
     trace.need_all_events("A replay")
+    n = trace.world_size
     for name, values in (("results", results), ("inputs", inputs)):
-        if values is not None and len(values) != trace.world_size:
+        if values is not None and len(values) != n:
             raise ValueError(
-                f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one entry "
-                "for each rank, in order"
+                f"{name} has {len(values)} entries for {n} ranks: pass one entry for each rank, in "
+                "order"
             )
     messages = [m for m in trace.messages() if m.src != m.dst]
-    busy = {rank for m in messages for rank in (m.src, m.dst)}
     groups = dict.fromkeys((m.send.group.ranks, m.send.group.axis) for m in messages)
-    ranks = (
-        list(range(trace.world_size))
-        if idle or not busy
-        else sorted(busy.union(*(members for members, _ in groups)))
-    )
-    topology = topology_of(
-        ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))], groups
-    )
+    busy = {rank for m in messages for rank in (m.src, m.dst, *m.send.group.ranks)}
+    ranks = list(range(n)) if idle or not busy else sorted(busy)
+    in_time = sorted(messages, key=lambda m: (m.start, m.end))
+    topology = topology_of(ranks, [(m.src, m.dst) for m in in_time], groups)
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
-    replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
-    replay.numel = None if watched is None else math.prod(watched)
-    payloads = [_decode(m.payload, trace.world_size) for m in messages]
-    if all(payload is not None for payload in payloads):
-        returned: list[list[ElementOrigin] | None] = [None] * trace.world_size
-        if results is not None and any(result is not None for result in results):
-            returned = [_decode(flat_values(result), trace.world_size) for result in results]
-        given = (
-            None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
-        )
-        replay.origins, replay.results = returned, results or ()
-        pairs = [(m.src, m.dst) for m in messages]
-        forgotten = [
-            (m.src, rank)
-            for rank in ranks
-            if rank not in busy
-            for m in messages
-            if rank in m.send.group.ranks
-        ]
-        replay.connected, replay.expected = (
-            connected_ranks(ranks, pairs),
-            connected_ranks(ranks, pairs + forgotten),
-        )
-        replay.no_data = bool(messages) and not any(
-            any(element.counts) or element.unwritten for p in payloads for element in p or ()
-        )
-        sent = [payload or [] for payload in payloads]
-        replay.unwritten = [any(element.unwritten for element in payload) for payload in sent]
-        _fill_in(replay, sent, returned, given)
+    numel = None if watched is None else math.prod(watched)
+    replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1, (), numel)
+    payloads = [_decode(m.payload, n) for m in messages]
+    sent = [payload for payload in payloads if payload is not None]
+    if len(sent) < len(messages):
+        return replay
+    replay.results = results or ()
+    replay.origins = [None] * n
+    if any(result is not None for result in replay.results):
+        replay.origins = [_decode(flat_values(result), n) for result in replay.results]
+    replay.no_data = bool(messages) and not any(
+        any(element.counts) or element.unwritten for payload in sent for element in payload
+    )
+    replay.unwritten = [any(element.unwritten for element in payload) for payload in sent]
+    given = [_decode(flat_values(x), n) for x in inputs] if inputs is not None else [None] * n
+    _fill_in(replay, sent, given)
     return replay
 
 
-def _decode(values: list | None, world_size: int) -> list[ElementOrigin] | None:
+def _decode(values: list | None, world_size: int) -> Decoded | None:
     return None if values is None else decode(values, world_size)
 
 
-def _meant_for(replay: Replay, rank: int) -> dict[int, Element]:
-    """Return, for each place in a rank's result, whose data belongs there, and at which position.
+def _with_meaning(replay: Replay, result: Decoded) -> Decoded:
+    """Return a result in which memory that was never written has the element that belongs there.
 
     That is known if the result has one element for each of the input, or for each of all inputs.
     """
-    length, numel = len(replay.elements(rank)), replay.numel or 0
-    if length == numel * len(replay.ranks):
-        return {i: (replay.ranks[i // numel], i % numel) for i in range(length)}
-    return {i: (None, i) for i in range(length)} if length == numel else {}
-
-
-def _fill_in(
-    replay: Replay,
-    payloads: list[list[ElementOrigin]],
-    returned: list[list[ElementOrigin] | None],
-    given: list[list[ElementOrigin] | None] | None,
-) -> None:
-    """Fill in the chunks, and what each rank held of them."""
-    n = replay.trace.world_size
-    meant_for = [_meant_for(replay, rank) for rank in range(n)]
-    parts = chunks_of(payloads, [*returned, *(given or [])], replay.ranks, meant_for)
-    if not parts.chunks:
-        return
-    replay.known, replay.sums, replay.chunks, replay.number = (
-        True,
-        parts.sums,
-        parts.chunks,
-        parts.number,
-    )
-    replay.returned = parts.in_results[:n]
-    landed: dict[tuple[int, int], Landing] = {}
-    for rank in replay.ranks:
-        for number, chunk in enumerate(parts.chunks):
-            begin = parts.in_results[n + rank] if given else None
-            first = _own_part(replay, chunk, rank) if begin is None else begin.get(number, (0,) * n)
-            replay.cells[rank, number] = _follow(
-                replay, parts.in_messages, landed, rank, number, first
-            )
-    replay.landings = [
-        [landed[i, c] for c in sorted(content)] for i, content in enumerate(parts.in_messages)
+    numel, ranks = replay.numel or 0, replay.ranks
+    if not numel or len(result) not in (numel, numel * len(ranks)):
+        return result
+    whole = len(result) == numel * len(ranks)
+    return [
+        element._replace(position=i % numel, meant_for=ranks[i // numel] if whole else None)
+        if element.unwritten and not any(element.counts)
+        else element
+        for i, element in enumerate(result)
     ]
 
 
-def _own_part(replay: Replay, chunk: Chunk, rank: int) -> Counts:
-    """Return a rank's part of a chunk before the first message: its own stripe, if there is one."""
-    own = rank in chunk.stripes and not chunk.mixed
-    return tuple(int(own and r == rank) for r in range(replay.trace.world_size))
+def _fill_in(replay: Replay, sent: Sequence[Decoded], given: Sequence[Decoded | None]) -> None:
+    """Fill in the chunks, and what each rank held of them."""
+    results = [_with_meaning(replay, result or []) for result in replay.origins]
+    parts = chunks_of([*sent, *results, *(x or [] for x in given)], replay.ranks)
+    if not parts.chunks:
+        return
+    replay.known, replay.sums, replay.chunks = True, parts.sums, parts.chunks
+    replay.numbers = parts
+    replay.returned = [
+        None if known is None else parts.held(result)
+        for known, result in zip(replay.origins, results)
+    ]
+    content = [parts.held(payload) for payload in sent]
+    replay.landings = [[] for _ in sent]
+    for rank in replay.ranks:
+        began = parts.held(given[rank] or ())
+        for number, chunk in enumerate(parts.chunks):
+            # its own stripe, if it isn't known what it was given
+            own = given[rank] is None and rank in chunk.stripes and not chunk.mixed
+            first = tuple(int(own and r == rank) for r in range(replay.trace.world_size))
+            first = began.get(number, first)
+            replay.cells[rank, number] = _follow(replay, content, rank, number, first)
 
 
 def _follow(
-    replay: Replay,
-    content: list[dict[int, Counts]],
-    landed: dict[tuple[int, int], Landing],
-    rank: int,
-    chunk: int,
-    held: Counts,
+    replay: Replay, content: list[dict[int, Counts]], rank: int, chunk: int, held: Counts
 ) -> States:
-    """Return the states of one cell over time.
-
-    Writes to `landed` whether each message that arrives was added.
-    """
-    events: list[tuple[float, bool, int]] = []  # (time, is it a send, message)
+    """Return the states of one cell over time, and note each chunk that lands in it."""
+    events: list[tuple[float, int, bool, int]] = []  # (time, step, is it a send, message)
     for i, m in enumerate(replay.messages):
         if chunk in content[i]:
             if m.dst == rank:
-                events.append((m.recv.end, False, i))
+                events.append((m.recv.end, replay.step[i], False, i))
             if m.src == rank:
-                events.append((m.send.posted, True, i))
-    events.sort(key=lambda event: (event[0], replay.step[event[2]], event[1]))
-    result = replay.returned[rank]
-    # what the rank next sends or returns of this chunk
-    later = None if result is None else result.get(chunk)
+                events.append((m.send.posted, replay.step[i], True, i))
+    events.sort(key=lambda event: event[:3])
+    result = (replay.returned[rank] or {}).get(chunk)
     # a result that was multiplied at the end
-    if later is not None and (factor := math.gcd(*later)) > 1:
-        later = tuple(count // factor for count in later)
-    # for each event: that, and whether nothing else arrives in between
-    evidence: list[tuple[Counts | None, bool]] = []
-    alone = True
-    for _, is_send, i in reversed(events):
-        evidence.append((later, alone))
-        later, alone = (content[i][chunk], True) if is_send else (later, False)
+    if result is not None and (factor := math.gcd(*result)) > 1:
+        result = tuple(count // factor for count in result)
     states = [(START, held)]
-    for (_, is_send, i), (later, alone) in zip(events, reversed(evidence), strict=True):
-        carried, moment = content[i][chunk], replay.step[i] + (0.0 if is_send else 0.5)
+    for k, (_, step, is_send, i) in enumerate(events):
+        carried, moment, rest = content[i][chunk], step + (0.0 if is_send else 0.5), events[k + 1 :]
         if not replay.sums:
             after = tuple(map(max, held, carried))
         elif is_send:
             after = carried
-        elif later is not None and alone:
-            after = later
-        else:
-            after = _guess(held, carried, later)
+        else:  # what the rank next sends or returns of this chunk
+            later = next((content[j][chunk] for *_, sends, j in rest if sends), result)
+            known = later is not None and (not rest or rest[0][2])
+            after = later if known else _guess(held, carried, later)  # type: ignore[assignment]
         if not is_send:
-            landed[i, chunk] = Landing(
-                chunk, carried, replay.sums and any(held) and after not in (carried, held)
-            )
+            added = replay.sums and any(held) and after not in (carried, held)
+            replay.landings[i].append(Landing(chunk, carried, added))
         if after != held:
             states.append((max(moment, states[-1][0]), after))
             held = after

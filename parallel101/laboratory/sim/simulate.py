@@ -210,7 +210,7 @@ def _on_sim(original: Callable[..., None]) -> Callable[..., None]:
     """Return a monitored_barrier for the sim under gloo's rules. torch's own asks for gloo."""
 
     def monitored_barrier(group: Any = None, *args: Any, **named: Any) -> None:
-        own = group or dist.group.WORLD
+        own: Any = group or dist.group.WORLD
         if getattr(own, "getBackendName", str)() == "sim":
             return own.monitored_barrier(*args, **named)
         return original(group, *args, **named)
