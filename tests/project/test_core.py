@@ -66,9 +66,9 @@ if __name__ == "__main__":
         real = p101.launch(train, trainer, world_size=2).results
         assert real == p101.launch(train, trainer, world_size=2, backend="sim").results
     p101.schedule("1f1b", stages=2, microbatches=4).time().timeline().save("1f1b.svg")
-    p101.cost.all_reduce, p101.LiveLoss, p101.memory_scene
+    p101.cost.all_reduce, p101.LiveLoss, p101.memory_scene, p101.sweep
     assert p101.plan("llama-3-8b", gpus=8, simulate=0)
-    for name in ("sweep", "explore_collective", "keras"):
+    for name in ("explore_collective", "keras"):
         try:
             getattr(p101, name)
         except ModuleNotFoundError as error:
@@ -116,8 +116,7 @@ def test_with_the_core_alone_programs_run_train_and_are_drawn(core, tmp_path):
     (tmp_path / "core.py").write_text(CORE)
     (tmp_path / "train.py").write_text(SCRIPT)
     printed = core("core.py")
-    assert printed.splitlines()[:3] == [
-        'A plot needs matplotlib: pip install "parallel101[lessons]"',
+    assert printed.splitlines()[:2] == [
         'An explorer needs ipywidgets: pip install "parallel101[lessons]"',
         'p101.keras needs Keras: pip install "parallel101[keras]"',
     ]

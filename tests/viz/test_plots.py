@@ -1,151 +1,176 @@
-"""Plots: hollow points for measurements, a line for the model, labels that do not touch, and
-the page's colours.
+"""Plots: what was passed is at its place on the axes, labels don't touch, and colours follow the
+page; losses are collected from ranks and redrawn in place in a notebook.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
 import re
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import pytest
 
-from parallel101.laboratory.viz.palette import LIGHT, PLOTTED, THEMES
-from parallel101.laboratory.viz.plots import HEIGHT, NARROW, bandwidth, sweep
+import parallel101.laboratory.viz.loss_curves as loss
+from parallel101.laboratory.viz.loss_curves import LiveLoss, loss_scene
+from parallel101.laboratory.viz.palette import THEMES
+from parallel101.laboratory.viz.plots import bandwidth, sweep
+from tests.viz.drawn import SVG, assert_apart
 
 SIZES = [2.0**k for k in range(6, 27, 4)]
 MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01e9 for s in SIZES}}
+SPREAD = {name: {s: (t / 3, 3 * t) for s, t in of.items()} for name, of in MODEL.items()}
+FIVE = {f"{n} ranks": [(0, 3.0), (1, 1 + n / 1000)] for n in range(5)}
+POINT = r"M([\d.]+) ([\d.]+)m"
 
 
-def heights(svg: str, *labels: str) -> list[float]:
-    """The y of each label, in pixels from the top."""
-    return [float(re.search(rf'<text[^>]* y="([\d.]+)"[^>]*>{label}<', svg)[1]) for label in labels]
+def wide(scene) -> ET.Element:
+    """The drawing that a wide screen shows, without title and sentence."""
+    return ET.fromstring(scene.svg())[-2]
 
 
-def test_a_sweep_is_drawn_in_the_pages_colours():
-    plot = sweep(MODEL, MODEL, title="Time against size", subtitle="points measured")
-    svg = plot.svg()
-    ET.fromstring(svg)
-    assert "Time against size" in svg
-    assert "points measured" in svg
-    assert "4 MiB" in svg
-    assert "1 ms" in svg
-    assert not set(re.findall(r"#[0-9a-f]{6}", plot.drawing)) & {
-        LIGHT[name].lower() for name in PLOTTED
-    }
-    assert "var(--p0)" in plot.drawing and "fill: var(--bg)" in plot.drawing
-    for theme, colours in THEMES.items():
-        assert f"--p1:{colours['p1']};" in svg, "alone it follows the reader's theme"
-        assert "var(" not in plot.svg(theme=theme)
-        assert f"stroke: {colours['p1']}" in plot.svg(theme=theme)
+def written(scene) -> dict[str, tuple[float, float]]:
+    return {t.text: (float(t.get("x")), float(t.get("y"))) for t in wide(scene).iter(f"{SVG}text")}
 
 
-def test_an_axis_of_less_than_two_decades_has_ticks_in_between():
-    drawn = sweep({"a": {1.0: 0.004, 2.0: 0.03}}, title="a").drawing
-    assert all(f">{tick} ms<" in drawn for tick in (5, 10, 20))
+def lines(scene) -> list[list[tuple[float, ...]]]:
+    found = wide(scene).iter(f"{SVG}polyline")
+    return [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in found]
 
 
-def test_the_same_numbers_give_the_same_picture():
-    assert sweep(MODEL, title="a").svg() == sweep(MODEL, title="a").svg()
+def paths(scene, look: str) -> list[str]:
+    return [e.get("d") for e in wide(scene).iter(f"{SVG}path") if e.get("class") == look]
 
 
-def test_labels_that_would_touch_are_pushed_apart():
-    a, b = heights(sweep(MODEL, title="a").svg(), "ring", "tree")
-    assert abs(a - b) >= 18
+def test_points_bars_and_lines_are_at_their_values():
+    """Logarithms of values lie on a straight line through the ticks of their axis."""
+    plot = sweep(MODEL, MODEL, spread=SPREAD, title="a")
+    text = written(plot)
+    assert {"64 B", "16 KiB", "1 ms", "100 ms", "ring", "tree"} <= {*text}
 
+    def y(seconds: float) -> float:
+        (top, low), tall = (text[tick][1] - 4 for tick in ("100 ms", "1 ms")), math.log(100)
+        return low - (low - top) * math.log(seconds / 1e-3) / tall
 
-def test_points_and_the_marks_of_labels_are_hollow_and_lines_have_no_points():
-    points, lines = sweep(MODEL, title="a").drawing, sweep({}, MODEL, title="a").drawing
-    assert points.count("fill: var(--bg)") == 2 * len(SIZES) + 2 and "fill: var(--bg)" not in lines
-
-
-def test_the_spread_is_drawn_as_bars_within_the_axes():
-    spread = {"ring": {s: (t / 3, 3 * t) for s, t in MODEL["ring"].items()}}
-    without, with_bars = sweep(MODEL, title="a"), sweep(MODEL, spread=spread, title="a")
-    assert len(re.findall(r"<path|<use", with_bars.drawing)) >= len(
-        re.findall(r"<path|<use", without.drawing)
-    ) + 3 * len(SIZES)
-    ET.fromstring(with_bars.svg())
-    with pytest.raises(ValueError, match="one value is 0"):
-        sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a")
-
-
-def test_points_of_one_size_with_bars_stand_side_by_side():
-    spread = {name: {s: (t / 2, 2 * t) for s, t in of.items()} for name, of in MODEL.items()}
-    alone, together = (
-        {name: MODEL[name] for name in names} for names in (["ring"], ["ring", "tree"])
-    )
-    at = [
-        re.findall(
-            r'<use [^>]*x="([\d.]+)"', sweep(m, spread={n: spread[n] for n in m}, title="a").drawing
+    for i, name in enumerate(MODEL):
+        assert [p[1] for p in lines(plot)[i]] == pytest.approx(
+            [*map(y, MODEL[name].values())], abs=0.2
         )
-        for m in (alone, together)
-    ]
-    columns = [len({float(x) for x in xs}) for xs in at]
-    assert columns[1] - columns[0] > len(SIZES)
-
-
-def test_five_labels_that_would_touch_lie_around_their_lines():
-    names = ["a-label", "b-label", "c-label", "d-label", "e-label"]
-    alike, apart = (
-        {name: {1: 1.0, 64: 2.0 * (1 + e * k)} for k, name in enumerate(names)} for e in (1e-4, 9.0)
+        (points, _) = paths(plot, f"l{i} hollow")[0], None
+        found = [float(b) for _, b in re.findall(POINT, points)]
+        assert found == pytest.approx([*map(y, MODEL[name].values())], abs=0.2)
+        bars = re.findall(r"M[\d.]+ ([\d.]+)h8m-4 0V([\d.]+)", paths(plot, f"l{i}")[0])
+        ends = [end for bar in bars for end in map(float, bar)]
+        assert ends == pytest.approx([y(t) for b in SPREAD[name].values() for t in b], abs=0.2)
+    xs = [[float(a) for a, _ in re.findall(POINT, paths(plot, f"l{i} hollow")[0])] for i in (0, 1)]
+    assert all(5 < b - a < 30 for a, b in zip(*xs)), "side by side, as both have bars"
+    assert sum(map(sum, xs)) / len(xs[0]) / 2 == pytest.approx(
+        sum(p[0] for p in lines(plot)[0]) / len(SIZES), abs=0.2
     )
-    first = heights(sweep(alike, title="a").svg(), *names)
-    assert [round(a - b) for a, b in zip(first, first[1:])] == [19] * 4
-    (alone,) = heights(
-        sweep({names[2]: alike[names[2]]}, model={names[0]: alike[names[0]]}, title="a").svg(),
-        names[0],
+
+
+def test_colours_follow_the_theme_and_the_same_numbers_give_the_same_picture():
+    for scene in (sweep(MODEL, MODEL, title="a"), loss_scene(FIVE)):
+        for theme, colours in THEMES.items():
+            assert f"--p1:{colours['p1']};" in scene.svg(), "alone it follows the reader's theme"
+            assert "var(" not in scene.svg(theme=theme)
+            assert f".l1{{stroke:{colours['p1']}}}" in scene.svg(theme=theme)
+    assert sweep(MODEL, title="a").svg() == sweep(MODEL, title="a").svg()
+    assert paths(sweep({}, MODEL, title="a"), "l0 hollow") == []
+
+
+TICKS = {  # an axis has round numbers, also if all values are close to each other
+    "a decade": ({1.0: 0.004, 2.0: 0.03}, {"5 ms", "10 ms", "20 ms"}),
+    "close": ({1.0: 1.0, 2.0: 1.04}, {"1 s", "1.02 s", "1.04 s"}),
+}
+
+
+@pytest.mark.parametrize("case", TICKS)
+def test_an_axis_has_at_least_two_round_ticks(case):
+    values, ticks = TICKS[case]
+    assert ticks <= {*written(sweep({"a": values}, title="a"))}
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "on a phone"])
+def test_labels_are_at_their_lines_and_do_not_touch(narrow):
+    long = "All-reduce on 4 processes of this machine, which has 2 cores"
+    close, apart = (
+        {f"{c}-label": {1: 1.0, 64: 2.0 * (1 + e * k)} for k, c in enumerate("abcde")}
+        for e in (1e-4, 9.0)
     )
-    assert abs(first[2] - alone) < 19
-    wide = heights(sweep(apart, title="a").svg(), *names)
-    assert wide == sorted(wide, reverse=True)
+    alone = {"two ranks, then one": [(0, 3.0), (1, 2.0)]}
+    plots = [sweep(MODEL, MODEL, title=long, subtitle="Points: measured."), sweep(close, title="a")]
+    for scene in (*plots, sweep(apart, title="a"), loss_scene(FIVE), loss_scene(alone)):
+        assert_apart(scene, 0.0, narrow)
+    assert plots[0].intro == "Points: measured."
+    ends = [written(plots[1])[name][1] for name in close]
+    assert [round(a - b) for a, b in zip(ends, ends[1:])] == [19] * 4
+    last = re.findall(POINT, paths(plots[1], "l2 hollow")[0])[-1]
+    assert ends[2] - 4 == pytest.approx(float(last[1]), abs=2)
 
 
-def test_bandwidth_is_bytes_over_seconds():
-    times = {size: 1e-4 + size / 1e9 for size in SIZES}
-    spread = {"ring": {size: (t / 2, 3 * t) for size, t in times.items()}}
-    plot = bandwidth({"ring": times}, {"ring": times}, spread=spread, title="a", factor=1.5)
-    rates = {"ring": {size: 1.5 * size / t for size, t in times.items()}}
-    bars = {"ring": {size: (rate / 3, 2 * rate) for size, rate in rates["ring"].items()}}
-    assert heights(plot.svg(), "1 GB/s", "1 MB/s") == heights(
-        sweep(rates, rates, spread=bars, title="a", y="bytes/s").svg(), "1 GB/s", "1 MB/s"
-    )
-    with pytest.raises(ValueError, match=r"64 B took 0\.0 s: expected times above zero"):
-        bandwidth({"ring": {64: 0.0}}, title="a")
+def test_bandwidth_is_bytes_over_seconds_and_a_function_is_a_smooth_line():
+    rates = {name: {s: 1.5 * s / t for s, t in of.items()} for name, of in MODEL.items()}
+    bars = {
+        name: {s: (rates[name][s] / 3, 3 * rates[name][s]) for s in of}
+        for name, of in MODEL.items()
+    }
+    drawn = bandwidth(MODEL, MODEL, spread=SPREAD, title="a", factor=1.5)
+    assert drawn.svg() == sweep(rates, rates, spread=bars, title="a", y="bytes/s").svg()
+    smooth = bandwidth(MODEL, {"ring": lambda size: 1e-4 + size / 1e9}, title="a")
+    assert len(lines(smooth)[0]) > 40
 
 
-def test_a_model_that_is_a_function_is_a_smooth_line():
-    points = {"ring": dict.fromkeys(SIZES, 1.0)}
-    few, many = (
-        sweep(points, MODEL, title="a"),
-        sweep(points, {"ring": lambda size: 1e-4 + size / 1e9}, title="a"),
-    )
-    assert many.drawing.count("\nL ") > few.drawing.count("\nL ") + 40
+WRONG = {
+    "got 0 labels": lambda: sweep({}, title="a"),
+    "got 6 labels": lambda: sweep({str(i): {1: 1.0} for i in range(6)}, title="a"),
+    r"one value is 0\.0: expected": lambda: sweep({"a": {1: 0.0}}, title="a"),
+    "one value is 0: expected": lambda: sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a"),
+    r"64 B took 0\.0 s: expected times above": lambda: bandwidth({"ring": {64: 0.0}}, title="a"),
+    "6 curves": lambda: loss_scene({str(n): [(0, 1)] for n in range(6)}),
+}
 
 
-@pytest.mark.parametrize(
-    ("measured", "message"),
-    [
-        ({}, "got 0 labels"),
-        ({str(i): {1: 1.0} for i in range(6)}, "got 6 labels"),
-        ({"a": {1: 0.0}}, r"one value is 0\.0: expected"),
-    ],
-)
-def test_wrong_data_is_refused(measured, message):
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_data_is_refused(message):
     with pytest.raises(ValueError, match=message):
-        sweep(measured, title="a")
+        WRONG[message]()
 
 
-def test_on_a_phone_the_labels_are_inside_the_card():
-    plot = sweep(
-        MODEL,
-        MODEL,
-        title="All-reduce on 4 processes of this machine, which has 2 cores",
-        subtitle="Points: measured.",
+@pytest.mark.parametrize(("length", "high"), [(1, 2.0), (2, 0.0007), (300, 5.066), (5000, 250.0)])
+def test_a_loss_goes_through_its_points_on_an_axis_of_round_numbers(length, high):
+    history = SimpleNamespace(steps=range(length), losses=[high / (1 + s) for s in range(length)])
+    scene = loss_scene(history)
+    (line,), text = lines(scene), written(scene)
+    ticks = {t: at[1] - 4 for t, at in text.items() if re.fullmatch(r"[\d.]+", t) and at[0] < 80}
+    assert 4 <= len(ticks) <= 8 and all(float(f"{float(t):.1e}") == float(t) for t in ticks)
+    base, top = ticks.pop("0"), min(ticks, key=ticks.get)
+    scale = (base - ticks[top]) / float(top)
+    assert line[0][1] == pytest.approx(base - high * scale, abs=0.3)
+    assert line[-1][1] == pytest.approx(base - high / length * scale, abs=0.3)
+    assert len(line) <= 1000 and (length == 1 or line[-1][0] == text[f"step {length - 1}"][0])
+    assert f"{high / length:.4f}" in text
+
+
+def test_ranks_add_to_what_the_notebook_draws_and_redraws_in_place(monkeypatch):
+    shown = []
+    handle = SimpleNamespace(update=shown.append)
+    monkeypatch.setattr(loss, "in_notebook", lambda: True)
+    monkeypatch.setattr(loss, "INTERVAL", 60.0)
+    monkeypatch.setattr(
+        "IPython.display.display", lambda first, display_id: shown.append(first) or handle
     )
-    assert plot.narrow == (NARROW, HEIGHT) and plot.intro == "Points: measured."
-    for label in MODEL:
-        x = float(re.search(rf'<text[^>]* x="([\d.]+)"[^>]*>{label}<', plot.narrow_drawing)[1])
-        assert x + 0.65 * 13 * len(label) < NARROW
-    svg = plot.svg()
-    assert f'<g data-narrow="none">{plot.drawing}</g>' in svg
-    assert svg.count('style="display:none"') == 2
+    with LiveLoss("falling", until=3) as live:
+        there = pickle.loads(pickle.dumps(live))  # as it travels to a rank
+        for step in range(3):
+            there.add("2 ranks", step, 3.0 - step)
+        with open(live.path, "a", encoding="utf-8") as file:
+            file.write('["2 ranks", 3')  # half a line, as if a rank were still writing it
+        assert live.update() and live.curves == {"2 ranks": [(0, 3.0), (1, 2.0), (2, 1.0)]}
+        assert not live.update()
+        with open(live.path, "a", encoding="utf-8") as file:
+            file.write(", 0.5]\n")
+    assert live.curves["2 ranks"][-1] == (3, 0.5) and not live.path.exists()
+    assert re.search(r'<img alt="falling".*data:image/svg\+xml;base64,', shown[0].data)
+    assert isinstance(shown[-1], loss.Scene) and "polyline" in shown[-1].svg()

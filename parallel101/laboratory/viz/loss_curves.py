@@ -22,23 +22,15 @@ import torch.distributed as dist
 
 from parallel101.laboratory.record.ipython import in_notebook
 from parallel101.laboratory.record.units import round_step
-from parallel101.laboratory.viz.palette import PLOTTED
-from parallel101.laboratory.viz.scene import END, PHONE, Scene, data_uri
+from parallel101.laboratory.viz.plots import Axis, Curve, draw_plot
+from parallel101.laboratory.viz.scene import Scene, data_uri
 
-LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 INTERVAL = 0.25  # seconds between two drawings
 MOST_POINTS = 400
 # of the curves: dashes show two curves on top of each other
 DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")
-STYLE = (
-    ".lines *{vector-effect:non-scaling-stroke}.end{stroke-width:7;stroke-linecap:round}"
-    + "".join(
-        f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}"
-        for i, colour in enumerate(PLOTTED)
-    )
-)
 
-Curve = Sequence[tuple[float, float]]  # (step, loss)
+Losses = Sequence[tuple[float, float]]  # (step, loss)
 
 
 class StepLoss(Protocol):
@@ -60,7 +52,7 @@ class LossHistory(Protocol):
 
 
 def loss_scene(
-    curves: LossHistory | Mapping[str, LossHistory | Curve],
+    curves: LossHistory | Mapping[str, LossHistory | Losses],
     *,
     title: str = "Training loss",
     until: float | None = None,
@@ -80,53 +72,26 @@ def loss_scene(
     """
     named = curves if isinstance(curves, Mapping) else {"loss": curves}
     lines = {name: points(curve) for name, curve in named.items()}
-    if len(lines) > len(PLOTTED):
+    if len(lines) > len(DASHES):
         names = ", ".join(lines)
-        raise ValueError(f"got {len(lines)} curves ({names}): expected at most {len(PLOTTED)}")
-    ends_of = {name: (line[0][1], line[-1][1]) for name, line in lines.items() if line}
-    words = "; ".join(f"{name}: {a:.3g} to {b:.3g}" for name, (a, b) in ends_of.items())
-    scene = Scene(960, 330, title, words)
-    scene.style += STYLE
+        raise ValueError(f"got {len(lines)} curves ({names}): expected at most {len(DASHES)}")
+    lines = {name: line for name, line in lines.items() if line}
     everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
-    last = until or max(step for step, _ in everything) or 1
+    last = until or max(step for step, _ in everything) or 1.0
     high = max(loss for _, loss in everything) * 1.05 or 1.0
-    right = min(RIGHT, 850.0 - 8 * max(map(len, lines), default=0))  # room for names and values
-
-    def at(step: float, loss: float) -> tuple[float, float]:
-        return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
-
-    scene.write(title, 28, 40, None, "h")
-    if right > 672:  # with shorter labels, there is room for the curves on a phone
-        scene.narrow = (PHONE, 330)
-    _, drawn, _, ends = scene.columns(LEFT, right, right + PHONE - 960)
-    drawn.attributes["class"] = "lines"
     tick = round_step(high, 6)
-    for k in range(int(high / tick) + 1):
-        y = at(0, k * tick)[1]
-        drawn.path(f"M{LEFT} {y:.1f}H{right}", "link", opacity=0.7 if k else 1)
-        scene.write(f"{k * tick:.6g}", LEFT - 8, y + 4, 12, "m e")
-    scene.write("0", LEFT, BOTTOM + 22, 12, "m")
-    ends.write(f"step {last:g}", right, BOTTOM + 22, 12, "m e")
-    labels = []
-    for i, (name, line) in enumerate(lines.items()):
-        if line:
-            shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
-            places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in shown))
-            look = {"fill": "none", "stroke_width": 2.2, "stroke_dasharray": DASHES[i]}
-            drawn.add("polyline", points=places, class_=f"l{i}", **look)
-            x, y = at(*line[-1])
-            drawn.path(f"M{x:.1f} {y:.1f}h0", f"end l{i}")
-            labels.append((y, i, name))
-    lowest = 0.0
-    for k, (y, i, name) in enumerate(sorted(labels)):
-        # those that follow have room too
-        lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)
-        ends.write(name, right + 12, lowest + 4, 13, f"b d{i}")
-        ends.write(f"{lines[name][-1][1]:.4f}", END, lowest + 4, 13, "m e")
-    return scene
+    heights = [(k * tick, f"{k * tick:.6g}") for k in range(int(high / tick) + 1)]
+    across = Axis(0.0, last, False, [(0.0, "0"), (last, f"step {last:g}")])
+    drawn = []
+    for dashes, (name, line) in zip(DASHES, lines.items()):
+        shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
+        drawn.append(Curve(name, shown, dashes=dashes, value=f"{line[-1][1]:.4f}"))
+    words = (f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items())
+    axes = across, Axis(0.0, high, False, heights)
+    return draw_plot(title, "", 330, drawn, axes, description="; ".join(words))
 
 
-def points(curve: LossHistory | Curve) -> list[tuple[float, float]]:
+def points(curve: LossHistory | Losses) -> list[tuple[float, float]]:
     pairs = curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True)
     return [(float(step), float(loss)) for step, loss in pairs]
 

@@ -1,48 +1,45 @@
-"""Plots measurements as hollow points, with bars for their spread, and models as lines.
+"""Plots: measurements as hollow points, with bars for their spread, and models as lines.
 
 time │      ╱ ring
      │  ○─○╱  tree
      └─────────── bytes
 
-`sweep(measured, model)` draws times, and `bandwidth(measured, model)` bytes per second. The axes
-are logarithmic, and each line has its label. matplotlib draws an SVG whose colours follow the
-page's theme, as in every other picture here.
+`sweep(measured, model)` draws times, and `bandwidth(measured, model)` bytes per second, both on
+logarithmic axes. `draw_plot` is the engine, also for the losses in loss_curves.py: two axes, and
+curves with their labels at their ends. It draws twice, because a phone gets its own drawing.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
-from parallel101.extras import needs_extra
-from parallel101.laboratory.record.units import decimal_bytes, human_bytes, human_seconds
-from parallel101.laboratory.viz.palette import FONT, LIGHT, PLOTTED, with_colours
-from parallel101.laboratory.viz.scene import Scene
-
-with needs_extra("A plot"):
-    import matplotlib
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+from parallel101.laboratory.record.units import (
+    decimal_bytes,
+    human_bytes,
+    human_seconds,
+    round_step,
+)
+from parallel101.laboratory.viz.palette import PLOTTED
+from parallel101.laboratory.viz.scene import END, PHONE, Node, Scene
 
 Series = Mapping[str, Mapping[float, float]]
 Spread = Mapping[str, Mapping[float, tuple[float, float]]]
 Model = Mapping[str, Mapping[float, float] | Callable[[float], float]]
 
-# NARROW: on phones. At 72 dots per inch, a point is a pixel
-WIDTH, NARROW, HEIGHT, DPI = 960, 480, 420, 72
-# left, bottom, width and height of the axes
-AREA = {WIDTH: (0.09, 0.12, 0.69, 0.64), NARROW: (0.17, 0.12, 0.43, 0.66)}
 APART = 19.0  # pixels between two labels
 # of what the player shows on phones only
 ONLY_NARROW = {"data-narrow": "translate(0,0)", "data-only-narrow": "", "style": "display:none"}
-MARKERS = "os^Dv"
-HOLLOW: dict[str, Any] = {"markerfacecolor": LIGHT["bg"], "markersize": 7, "markeredgewidth": 1.8}
+MARKERS = (  # of points, as paths around (0, 0): circle, square, triangle, diamond, triangle
+    "m-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0 -7.2 0z",
+    "m-3.3 -3.3h6.6v6.6h-6.6z",
+    "m0 -4l3.8 6.8h-7.6z",
+    "m0 -4.4l4.4 4.4l-4.4 4.4l-4.4 -4.4z",
+    "m0 4l3.8 -6.8h-7.6z",
+)
 # of the distance between two sizes: so far apart are the points of one size, if they have bars
 BESIDE = 0.17
 LINE_POINTS = 61  # of a model that is a function
@@ -53,55 +50,139 @@ UNITS = {
     "relative": lambda value: f"{value:.2g}",
     "": lambda value: f"{value:,.0f}",
 }
-STYLE: dict[Any, Any] = {
-    "font.size": 13,
-    "svg.fonttype": "none",
-    "axes.edgecolor": LIGHT["line"],
-    "axes.labelcolor": LIGHT["mute"],
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LIGHT["faint"],
-    "xtick.color": LIGHT["mute"],
-    "ytick.color": LIGHT["mute"],
-    "text.color": LIGHT["ink"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+STYLE = (
+    ".grid{stroke:var(--faint)}.edge{stroke:var(--line)}.lines *{fill:none;stroke-width:1.8}"
+    ".lines .hollow{fill:var(--bg)}"
+) + "".join(
+    f".lines .l{i}{{stroke:var(--{colour})}}text.l{i}{{fill:var(--{colour})}}"
+    for i, colour in enumerate(PLOTTED)
+)
 
 
-class Plot(Scene):
-    """A still Scene made of matplotlib's figures, which follows the page's theme.
+class Axis(NamedTuple):
+    """A scale: the values at its ends, whether it is logarithmic, and its ticks."""
 
-    There are two figures, one WIDTH and one NARROW wide.
+    low: float
+    high: float
+    log: bool
+    ticks: Sequence[tuple[float, str]]
+
+    def part(self, value: float) -> float:
+        """Return where a value is, from 0 at `low` to 1 at `high`."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+class Curve(NamedTuple):
+    """A line, or points, or both, with a label at its right end."""
+
+    name: str
+    line: Sequence[tuple[float, float]] = ()
+    points: Sequence[tuple[float, float]] = ()
+    bars: Sequence[tuple[float, float, float]] = ()  # x, and from where to where
+    dashes: str | None = None
+    value: str = ""  # at the right of its label
+
+
+def draw_plot(
+    title: str,
+    subtitle: str,
+    height: int,
+    curves: Sequence[Curve],
+    axes: tuple[Axis, Axis],
+    x_label: str = "",
+    description: str = "",
+) -> Scene:
+    """Draw curves along two axes, and return them as a still Scene."""
+    scene = Scene(960, height, title, description or subtitle)
+    scene.style += STYLE
+    scene.narrow, top = (PHONE, height), 101.0 if subtitle else 84.0
+    scene.head("", subtitle)
+    scene.children[0].attributes["data-narrow"] = "none"
+    narrow = scene.add("g", **ONLY_NARROW)
+    for k, line in enumerate(textwrap.wrap(title, 40)):
+        narrow.write(line, 28, 36 + 22 * k, 17, "b")
+    values = any(curve.value for curve in curves)
+    names = 7.6 * max((len(curve.name) for curve in curves), default=0) + 60 * values
+    for panel, left, most, end in ((scene.panel("none"), 86, 8, END), (narrow, 82, 4, PHONE - 28)):
+        right = min(end - 60, max(end - names - 40, left + 150, 772 * (most == 8) - names))
+        x_axis = axes[0]._replace(ticks=[*axes[0].ticks][:: -(-len(axes[0].ticks) // most)])
+        box = (left, min(right, 770.0), top, height - 46.0)
+        _draw(panel, box, curves, x_axis, axes[1], x_label, end)
+    return scene
+
+
+def _draw(
+    panel: Node,
+    box: tuple[float, float, float, float],
+    curves: Sequence[Curve],
+    x_axis: Axis,
+    y_axis: Axis,
+    x_label: str,
+    end: float,
+) -> None:
+    """Draw the axes, the curves and their labels. `box`: left, right, top and bottom."""
+    left, right, top, bottom = box
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return left + (right - left) * x_axis.part(x), bottom - (bottom - top) * y_axis.part(y)
+
+    for value, text in x_axis.ticks:
+        x = at(value, y_axis.low)[0]
+        panel.path(f"M{x:.1f} {top:g}V{bottom + 4:g}", "grid")
+        panel.write(text, x, bottom + 19, 12, "m c")
+    for value, text in y_axis.ticks:
+        y = at(x_axis.low, value)[1]
+        panel.path(f"M{left} {y:.1f}H{right:g}", "grid")
+        panel.write(text, left - 8, y + 4, 12, "m e")
+    panel.add("path", d=f"M{left} {top:g}V{bottom:g}H{right:g}", class_="edge", fill="none")
+    if x_label:
+        panel.write(x_label, right, bottom + 37, 12, "m e")
+    lines, ends = panel.add("g", class_="lines"), {}
+    for i, curve in enumerate(curves):
+        if curve.line:
+            places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in curve.line))
+            lines.add("polyline", points=places, class_=f"l{i}", stroke_dasharray=curve.dashes)
+        ends_of = ((*at(x, low), at(x, high)[1]) for x, low, high in curve.bars)
+        bars = "".join(f"M{x - 4:.1f} {a:.1f}h8m-4 0V{b:.1f}m-4 0h8" for x, a, b in ends_of)
+        points = "".join(f"M{x:.1f} {y:.1f}{MARKERS[i]}" for x, y in (at(*p) for p in curve.points))
+        for path, look in ((bars, f"l{i}"), (points, f"l{i} hollow")):
+            if path:
+                lines.path(path, look)
+        if last := max([*(curve.line or curve.points)], default=None):
+            ends[i] = at(*last)[1]
+    marked = sum(bool(curve.points) for curve in curves) > 1
+    for i, y in spread_out(ends).items():
+        if marked and curves[i].points:
+            lines.path(f"M{right + 18:g} {y:.1f}{MARKERS[i]}", f"l{i} hollow")
+        panel.write(curves[i].name, right + 14 + 14 * marked, y + 4, 13, f"b l{i}")
+        if curves[i].value:
+            panel.write(curves[i].value, end, y + 4, 13, "m e")
+
+
+def spread_out(heights: Mapping[int, float]) -> dict[int, float]:
+    """Return where labels are: at these heights, and pushed apart if they would touch.
+
+    Labels that would touch are around the middle of their heights.
     """
+    groups: list[list[int]] = []
 
-    def __init__(self, figures: Mapping[int, Figure], title: str, subtitle: str = ""):
-        super().__init__(WIDTH, HEIGHT, title, subtitle)
-        self.narrow, self.intro = (NARROW, HEIGHT), subtitle
-        head = self.panel(narrow="none")
-        head.write(title, 28, 40, None, "h")
-        head.write(subtitle, 28, 64, 14, "m")
-        narrow_head = self.add("g", **ONLY_NARROW)
-        for k, line in enumerate(textwrap.wrap(title, 40)):
-            narrow_head.write(line, 28, 36 + 22 * k, 17, "b")
-        self.drawing = _drawing(figures[WIDTH], "wide")
-        self.narrow_drawing = _drawing(figures[NARROW], "narrow")
+    def middle(group: Sequence[int]) -> float:
+        return sum(heights[i] for i in group) / len(group)
 
-    def svg(self, *moment: Any, theme: str | None = None, **options: Any) -> str:
-        """Return the picture as SVG. A plot does not move, so other options have no effect."""
-        narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
-        drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
-        drawing = drawing if theme is None else with_colours(drawing, theme)
-        return super().svg(theme=theme).replace("</svg>", f"{drawing}</svg>")
-
-
-def _drawing(figure: Figure, salt: str) -> str:
-    """Return a figure as SVG elements, whose ids depend on the salt."""
-    written = io.StringIO()
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": salt}):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    drawing = written.getvalue().partition("</defs>")[2].rpartition("</svg>")[0]
-    return _with_variables(drawing)
+    for i in sorted(heights, key=lambda i: heights[i]):
+        groups.append([i])
+        while len(groups) > 1:
+            above, below = groups[-2:]
+            if middle(below) - middle(above) >= APART * len(above + below) / 2:
+                break
+            groups[-2:] = [above + below]
+    return {
+        i: middle(group) + APART * (k - (len(group) - 1) / 2)
+        for group in groups
+        for k, i in enumerate(group)
+    }
 
 
 def sweep(
@@ -114,7 +195,7 @@ def sweep(
     x: str = "bytes",
     y: str = "seconds",
     x_label: str = "",
-) -> Plot:
+) -> Scene:
     """Plot measurements and a model's predictions over a swept size.
 
     Args:
@@ -128,7 +209,7 @@ def sweep(
         x_label: the name of the x axis, if the ticks do not say it.
 
     Returns:
-        A Plot, which displays itself in a notebook.
+        A still Scene, which displays itself in a notebook.
 
     Raises:
         ValueError: nothing to draw, more than five labels, or a value that is not above zero.
@@ -141,41 +222,33 @@ def sweep(
         got = f"got {len(names)} labels ({', '.join(names)})"
         raise ValueError(f"{got}: expected 1 to {len(MARKERS)}, with points")
     lines = {name: _line(of, swept[0], swept[-1]) for name, of in model.items()}
-    values = swept + [v for of in (*measured.values(), *lines.values()) for v in of.values()]
+    values = [v for of in (*measured.values(), *lines.values()) for v in of.values()]
     values += [v for bars in spread.values() for ends in bars.values() for v in ends]
-    if not min(values) > 0:
+    if not min(values + swept) > 0:
         raise ValueError(
-            f"the axes are logarithmic, and one value is {min(values)}: expected values above zero"
+            f"the axes are logarithmic, and one value is {min(values + swept)}: expected values "
+            "above zero"
         )
-    gap = min((b / a for a, b in itertools.pairwise(swept)), default=1.0)
-    shift = BESIDE * bool(spread)
-    beside = {k: gap ** (shift * (i - (len(measured) - 1) / 2)) for i, k in enumerate(measured)}
-
-    def figure_of(width: int) -> Figure:
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(width / DPI, HEIGHT / DPI), dpi=DPI)
-            axes = figure.add_axes(AREA[width])
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            for i, name in enumerate(names):
-                colour = LIGHT[PLOTTED[i]]
-                if name in lines:
-                    line = lines[name]
-                    axes.plot(list(line), list(line.values()), color=colour, linewidth=1.8)
-                if name in measured:
-                    at, of = [x * beside[name] for x in measured[name]], measured[name].values()
-                    axes.plot(at, list(of), MARKERS[i], markeredgecolor=colour, **HOLLOW)
-                for x_bar, bar in spread.get(name, {}).items():
-                    look: dict[str, Any] = {"color": colour, "linewidth": 1.4, "markersize": 8}
-                    axes.plot([x_bar * beside[name]] * 2, list(bar), "_-", zorder=1, **look)
-            _ticks(axes, swept, x, y, 8 if width == WIDTH else 4)
-            axes.set_xlabel(x_label, loc="right")
-            ends = {name: max((lines.get(name) or measured[name]).items()) for name in names}
-            marked = list(measured) if len(measured) > 1 else []
-            _labels(axes, ends, marked, swept[-1] * max(beside.values(), default=1.0))
-            return figure
-
-    return Plot({width: figure_of(width) for width in AREA}, title, subtitle)
+    gap = min((b / a for a, b in itertools.pairwise(swept)), default=1.0) ** (BESIDE * bool(spread))
+    # points of one size that have bars are side by side
+    shift = {k: gap ** (i - (len(measured) - 1) / 2) for i, k in enumerate(measured)}
+    curves = [
+        Curve(
+            name,
+            [*lines.get(name, {}).items()],
+            [(at * shift[name], of) for at, of in measured.get(name, {}).items()],
+            [(at * shift[name], *ends) for at, ends in spread.get(name, {}).items()],
+        )
+        for name in names
+    ]
+    across = _widened([at for curve in curves for at, _ in (*curve.line, *curve.points)])
+    low, high = _widened(values)
+    heights = log_ticks(low, high, 10.0 if y in ("seconds", "bytes/s") else 2.0)
+    axes = (
+        Axis(*across, True, [(at, UNITS[x](at)) for at in swept]),
+        Axis(low, high, True, [(at, UNITS[y](at)) for at in heights]),
+    )
+    return draw_plot(title, subtitle, 420, curves, axes, x_label)
 
 
 def bandwidth(
@@ -186,7 +259,7 @@ def bandwidth(
     title: str,
     subtitle: str = "",
     factor: float = 1.0,
-) -> Plot:
+) -> Scene:
     """Plot bytes per second against bytes.
 
     Where latency decides, the line rises; where bandwidth decides, it is flat.
@@ -206,18 +279,16 @@ def bandwidth(
             raise ValueError(f"{human_bytes(nbytes)} took {seconds} s: expected times above zero")
         return factor * nbytes / seconds
 
-    def rates(seconds: Mapping[float, float]) -> Mapping[float, float]:
-        return {n: rate(n, t) for n, t in seconds.items()}
+    def rates(times: Mapping[float, float] | Callable[[float], float]):
+        if isinstance(times, Mapping):
+            return {nbytes: rate(nbytes, seconds) for nbytes, seconds in times.items()}
+        return lambda nbytes: rate(nbytes, times(nbytes))
 
-    lines: dict[str, Any] = {
-        name: rates(of) if isinstance(of, Mapping) else lambda n, of=of: rate(n, of(n))
-        for name, of in (model or {}).items()
-    }
+    points, lines = ({k: rates(of) for k, of in given.items()} for given in (measured, model or {}))
     bars = {
         name: {n: (rate(n, slow), rate(n, fast)) for n, (fast, slow) in of.items()}
         for name, of in (spread or {}).items()
     }
-    points = {name: rates(of) for name, of in measured.items()}
     return sweep(points, lines, spread=bars, title=title, subtitle=subtitle, y="bytes/s")
 
 
@@ -234,66 +305,20 @@ def _line(
     return {size: model(size) for size in sizes}
 
 
-def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str, most: int) -> None:
-    shown = xs[:: -(-len(xs) // most)]
-    axes.set_xticks(shown, [UNITS[x](v) for v in shown])
-    low, high = axes.get_ylim()
-    base = 10.0 if y in ("seconds", "bytes/s") else 2.0
-    powers = range(math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1)
-    ticks = [base**k for k in powers if k % max(1, -(-len(powers) // 8)) == 0]
+def _widened(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of a logarithmic axis, a little beyond its values."""
+    margin = max((max(values) / min(values)) ** 0.05, 1.01)
+    return min(values) / margin, max(values) * margin
+
+
+def log_ticks(low: float, high: float, base: float) -> list[float]:
+    """Return powers of the base, or if there are fewer than two, other round numbers."""
+    first, end = math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1
+    ticks = [base**k for k in range(first, end) if k % max(1, -(-(end - first) // 8)) == 0]
     if base == 10 and len(ticks) < 2:  # less than two decades: 1, 2 and 5 times a power
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+        decades = range(first - 1, end + 1)
         ticks = [k * 10.0**d for d in decades for k in (1, 2, 5) if low <= k * 10.0**d <= high]
     if len(ticks) < 2:  # all values are close to each other
-        ticks = [v for v in MaxNLocator(4).tick_values(low, high) if low <= v <= high]
-    axes.set_yticks(ticks)
-    axes.set_yticklabels([UNITS[y](v) for v in axes.get_yticks()])
-    axes.minorticks_off()
-    axes.tick_params(length=4)
-
-
-def _labels(
-    axes: Axes, ends: Mapping[str, tuple[float, float]], marked: Sequence[str], right: float
-) -> None:
-    """Draw each label at the end of its line, after the mark of its points if it is `marked`.
-
-    Labels that would touch are pushed apart, around the middle.
-    """
-    heights = {name: axes.transData.transform(point)[1] for name, point in ends.items()}
-    names = list(ends)
-    groups: list[list[str]] = []
-    for name in sorted(names, key=lambda name: heights[name]):
-        groups.append([name])
-        while len(groups) > 1:
-            (*_, below, above), room = groups, APART * len(groups[-2] + groups[-1]) / 2
-            if _middle(above, heights) - _middle(below, heights) >= room:
-                break
-            groups[-2:] = [below + above]
-    x = axes.transData.transform((right, 1))[0] + 14
-    for group in groups:
-        for k, name in enumerate(group):
-            y = _middle(group, heights) + APART * (k - (len(group) - 1) / 2)
-            colour, i = LIGHT[PLOTTED[names.index(name)]], names.index(name)
-            if name in marked:
-                look = {"marker": MARKERS[i], "color": colour, "clip_on": False, **HOLLOW}
-                axes.plot([x + 4], [y], transform=None, **look)
-            style: dict[str, Any] = {"fontweight": "bold", "fontsize": 13, "color": colour}
-            style |= {"xycoords": "figure pixels", "va": "center", "annotation_clip": False}
-            axes.annotate(name, (x + (14 if marked else 0), y), **style)
-
-
-def _middle(group: Sequence[str], heights: Mapping[str, float]) -> float:
-    return sum(heights[name] for name in group) / len(group)
-
-
-def _with_variables(drawing: str) -> str:
-    """Adapt an SVG to a page.
-
-    The light theme's colours become CSS variables, the font becomes ours, and xlink:href becomes
-    href.
-    """
-    names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint", *PLOTTED)}
-    for colour, name in names.items():
-        drawing = re.sub(rf"{colour}\b", f"var(--{name})", drawing)
-    drawing = drawing.replace("xlink:href", "href")
-    return re.sub(r"'DejaVu Sans'[^;\"]*?sans-serif", FONT.replace('"', "'"), drawing)
+        step = round_step(high - low, 4)
+        ticks = [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return ticks
