@@ -62,6 +62,22 @@ class Browser(chromium.Browser):
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
+    def do(self, *steps: str | tuple[str, object]) -> None:
+        """Do what a reader does, and check what they see.
+
+        A step is a key to press; "click …" with an element as a JavaScript expression; or an
+        expression and its value, which it must have now.
+        """
+        for step in steps:
+            if isinstance(step, tuple):
+                expression, value = step
+                seen = self.js(expression)
+                assert seen == value, (expression, seen)
+            elif step.startswith("click "):
+                self.click(step.removeprefix("click "))
+            else:
+                self.key(step, text=step if len(step) == 1 else {"Enter": "\r"}.get(step, ""))
+
     def picture(self, whole: bool = False) -> bytes:
         """Take a screenshot, as PNG.
 

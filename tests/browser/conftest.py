@@ -21,7 +21,13 @@ from parallel101.laboratory.publish.find import homework_notebooks
 from parallel101.laboratory.publish.glossary import read_terms
 from parallel101.laboratory.publish.index import index_page, read_opening
 from parallel101.laboratory.publish.offline_page import offline_html
-from parallel101.laboratory.publish.page import Lesson, course_page, cover_of, lesson_body
+from parallel101.laboratory.publish.page import (
+    Lesson,
+    course_page,
+    cover_of,
+    lesson_body,
+    lesson_page,
+)
 from parallel101.laboratory.publish.reference import make_reference
 from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.search_index import FILE, search_index
@@ -31,9 +37,13 @@ from parallel101.laboratory.publish.tools import (
     memory_page,
     schedule_builder_page,
 )
+from parallel101.laboratory.publish.tools.in_notebook import explore_memory
 from parallel101.laboratory.publish.tools.recorded_collectives import Choice
 from parallel101.laboratory.publish.write_site import search_entries
 from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.explore import explore_collective
+from parallel101.laboratory.viz.plots import sweep
+from parallel101.laboratory.viz.timeline import timeline_scene
 from tests.browser.browser import Browser
 from tests.browser.lab import ROOT, jupyterlab
 from tests.lessons.lesson import LESSONS, read
@@ -113,6 +123,50 @@ def written(folder: Path, name: str, html: str) -> str:
     return (folder / name).as_uri()
 
 
+def shown(value: object) -> v4.NotebookNode:
+    """The output of a cell with this value."""
+    if hasattr(value, "_repr_mimebundle_"):
+        return v4.new_output("display_data", value._repr_mimebundle_()[0])
+    return v4.new_output("display_data", {"text/html": value._repr_html_()})
+
+
+@pytest.fixture(scope="session")
+def lesson(folder: Path) -> str:
+    """The address of a lesson's page with everything that pages contain."""
+    trace, results = recorded(ring_all_reduce, 4, 8)
+    times = {"ring": {2.0**k: 1e-4 + 2.0**k / 1e9 for k in range(6, 27, 4)}}
+    plot = sweep(times, times, title="Time against size", subtitle="one message")
+    many = "".join(f"[rank 0] line {i}\n" for i in range(2_000))
+    lines = v4.new_output("stream", name="stdout", text=many)
+    raised = ["\x1b[0;31mValueError\x1b[0m: " + "no, " * 60]
+    error = v4.new_output("error", ename="ValueError", evalue="no", traceback=raised)
+    long_line = f'seen = p101.watch(lambda x: x, backend="sim")  # {"the same ring as above " * 4}'
+    rows = ["the heading of column | " * 7, "---|" * 7, "1.25 GB/s | " * 7]
+    write, code = v4.new_markdown_cell, v4.new_code_cell
+    cells = [
+        write("# A lesson\n\nIts first words, and a formula: $$T = \\alpha + \\frac{m}{\\beta}$$"),
+        code("%pip install", metadata={"tags": ["install"]}),
+        write("## A run\n\nBefore the question.\n\n> **Predict.** What happens?"),
+        code("run.animate()", outputs=[shown(collective_scene(trace, results))]),
+        write("The end of the answer."),
+        write(
+            "> **Write it.** A question about the answer.\n\n"
+            "<details><summary>Answer</summary>\n\nA worked answer.\n\n</details>"
+        ),
+        write("Only for the lecturer.", metadata={"tags": ["notes"]}),
+        write("## After it\n\nMore words.\n\n" + "\n".join(f"| {row}" for row in rows)),
+        code(long_line, outputs=[shown(timeline_scene(trace)), lines]),
+        code("plot", outputs=[shown(plot)]),
+        code("explore_memory()", outputs=[shown(explore_memory()), error]),
+        write("## An explorer"),
+        code("explore()", outputs=[shown(explore_collective(world="sim"))]),
+    ]
+    about = Lesson("00_a", "A lesson", "")
+    body = lesson_body(v4.new_notebook(cells=cells), Path())
+    html = lesson_page(about, body, 1.0, [about], Repository("owner/name"))
+    return written(folder, "00_a.html", html)
+
+
 @pytest.fixture(scope="session")
 def atlas(folder: Path) -> str:
     """The address of an atlas of these runs."""
@@ -153,17 +207,16 @@ def index(folder: Path) -> str:
         around = course_pages(root)
     for page in around:
         written(folder, page.address, course_page(page.title, page.body))
-    shown = {"text/html": collective_scene(*recorded(ring_all_reduce, 4, 8)).html()}
-    cell = v4.new_code_cell("x", outputs=[v4.new_output("display_data", shown)])
+    cell = v4.new_code_cell(
+        "x", outputs=[shown(collective_scene(*recorded(ring_all_reduce, 4, 8)))]
+    )
     cover = cover_of(lesson_body(v4.new_notebook(cells=[cell]), Path()))
     lessons = [Lesson.of(path.stem, read(path.stem)) for path in sorted(LESSONS.glob("*.ipynb"))]
+    tasks = homework_notebooks(LESSONS).items()
     html = index_page(
         lessons,
         {lesson.name: cover for lesson in lessons},
-        {
-            number: Lesson.of(path.parent.name, read_notebook(path))
-            for number, path in homework_notebooks(LESSONS).items()
-        },
+        {number: Lesson.of(path.parent.name, read_notebook(path)) for number, path in tasks},
         glossary=True,
         opening=read_opening(LESSONS),
         moving=cover,

@@ -200,12 +200,9 @@ def test_one_gpu_is_too_few_and_the_fewest_are_the_planners(browser):
 
 VERDICT = "document.querySelector('#verdict').textContent"
 MOST = "document.querySelector('#most').textContent"
-PYTHON = "document.querySelector('.python').textContent"
-TABLE = (
-    "[...document.querySelectorAll('.stages tbody tr')]"
-    ".map(r => [...r.children].map(c => c.textContent))"
-)
-NAMES = (*PARTS, "total")
+ROWS = "[...document.querySelectorAll('.stages tbody tr')]"
+TABLE = f"{ROWS}.map(r => [...r.children].map(c => c.textContent))"
+GPT = "#model=llama-3-405b&dp=8&tp=8&pp=16&microbatches=32&zero_stage=1"
 
 
 def opened(browser: Browser, page: str, address: str = "") -> Browser:
@@ -221,93 +218,83 @@ def field(name: str) -> str:
 def choose(browser: Browser, **values: object) -> None:
     """What a reader does with a menu, a box or a number."""
     for name, value in values.items():
-        box = isinstance(value, bool)
-        what = f"checked = {json.dumps(value)}" if box else f"value = '{value}'"
-        browser.js(
-            f"(f => {{ f.{what}; f.dispatchEvent(new Event('change', {{ bubbles: true }})); }})"
-            f"({field(name)})"
-        )
+        what = "checked = true" if value is True else f"value = '{value}'"
+        change = f"f.{what}; f.dispatchEvent(new Event('change', {{ bubbles: true }}))"
+        browser.js(f"(f => {{ {change} }})({field(name)})")
 
 
-def cells(stage) -> list[str]:
-    return [decimal_bytes(getattr(stage, name)) for name in NAMES]
+def cells(stages) -> list[list[str]]:
+    return [[decimal_bytes(getattr(stage, name)) for name in NUMBERS] for stage in stages]
 
 
-def test_the_page_opens_with_what_it_says_without_a_script(browser, memory):
+def test_the_page_opens_with_what_it_says_without_a_script_and_keys_change_it(browser, memory):
     opened(browser, memory)
     body = BeautifulSoup(memory_page(), "html.parser")
     rows = [[c.get_text() for c in row] for row in body.select(".stages tbody tr")]
-    assert browser.js(TABLE) == rows
+    browser.do((TABLE, rows))
     (stage,) = step_memory(KNOWN_MODELS[START[0]].shape, START[2])
     assert decimal_bytes(stage.total) in browser.js(VERDICT)
+    browser.js(f"({field('dp')}.focus(), {field('dp')}.select())")
+    browser.do("2", "Tab", ("state.layout.dp", 2), ("location.hash.includes('dp=2')", True))
 
 
 def test_copied_code_prints_the_pages_numbers(browser, memory, capsys):
     draw, seen = random.Random(3), 0
+    opened(browser, memory)
     while seen < 25:
         shape = some_shape(draw)
         layout = some_layout(draw, shape["experts"])
         if reason(shape, layout):
             continue
         seen += 1
-        model = shape["name"] or "own"
-        browser.js(f"({field('copied')}.textContent = '')") if seen > 1 else opened(browser, memory)
+        state = {"model": shape["name"] or "own", "gpu": draw.choice([*GPUS])}
+        state = json.dumps(state | {"shape": shape, "layout": layout})
         browser.js(
-            f"(Object.assign(state, {{ model: '{model}', gpu: '{draw.choice([*GPUS])}',"
-            f" shape: {json.dumps(shape)}, layout: {json.dumps(layout)} }}), changed = true,"
-            " show())"
+            f"({field('copied')}.textContent = '', Object.assign(state, {state}), changed = true, "
+            f"show(), {field('copy-python')}.click())"
         )
-        browser.js(f"{field('copy-python')}.click()")
         browser.until(f"{field('copied')}.textContent === 'Copied the Python.'")
         names: dict = {}
-        exec(browser.js(PYTHON), names)
+        exec(browser.js("document.querySelector('.python').textContent"), names)
         printed = capsys.readouterr().out
         assert names["shape"] == ModelShape(**shape)
         stages = step_memory(names["shape"], names["layout"])
         assert stages == step_memory(ModelShape(**shape), ParallelLayout(**layout))
         for name, *numbers in browser.js(TABLE):
             position = int(name.split()[-1]) if stages[1:] else 0
-            assert numbers == cells(stages[position])
+            assert [numbers] == cells([stages[position]])
             assert "  ".join([f"stage {position}:", *numbers[:-1]]) in printed
         settings = "[state.model, state.gpu, state.shape, state.layout]"
         before = browser.js(settings)
         browser.js("openAddress()")  # the address says the same
-        assert browser.js(settings) == before
+        browser.do((settings, before))
 
 
 def test_fields_change_the_answer(browser, memory):
     opened(browser, memory)
     assert browser.js(VERDICT).startswith("It doesn't fit.")
     assert "Optimizer state takes the most" in browser.js(MOST)
-    choose(browser, model="llama-3-70b", dp=4, tp=8, pp=4, microbatches=32, zero_stage=1)
-    choose(browser, sequence_parallel=True)
-    layout = ParallelLayout(dp=4, tp=8, pp=4, microbatches=32, zero_stage=1, sequence_parallel=True)
-    stages = step_memory(KNOWN_MODELS["llama-3-70b"].shape, layout)
+    layout = {"dp": 4, "tp": 8, "pp": 4, "microbatches": 32, "zero_stage": 1}
+    layout |= {"sequence_parallel": True}
+    choose(browser, model="llama-3-70b", **layout)
+    numbers = f"{TABLE}.map(row => row.slice(1))"
+    for optimizer in ("adamw", "sgd"):
+        choose(browser, optimizer=optimizer)
+        of = ParallelLayout(**layout, optimizer=optimizer)
+        browser.do((numbers, cells(step_memory(KNOWN_MODELS["llama-3-70b"].shape, of))))
     assert browser.js(VERDICT).startswith("It fits.")
-    assert [row[1:] for row in browser.js(TABLE)] == [cells(stage) for stage in stages]
     assert "4 of 32 microbatches wait for backward" in browser.js(MOST)
-    choose(browser, optimizer="sgd")
-    stages = step_memory(KNOWN_MODELS["llama-3-70b"].shape, replace(layout, optimizer="sgd"))
-    assert [row[1:] for row in browser.js(TABLE)] == [cells(stage) for stage in stages]
     choose(browser, optimizer="adamw", schedule="interleaved")
-    assert browser.js("state.layout.chunks") == 2
+    browser.do(("state.layout.chunks", 2))
     choose(browser, pp=1)
-    assert browser.js("[state.layout.schedule, state.layout.chunks]") == ["1f1b", 1]
+    browser.do(("[state.layout.schedule, state.layout.chunks]", ["1f1b", 1]))
     choose(browser, tp=3)
-    assert browser.js(VERDICT) == "Not possible: tp doesn't divide 64 heads."
+    browser.do((VERDICT, "Not possible: tp doesn't divide 64 heads."))
     choose(browser, tp=1, width=4096, heads=32)
-    assert browser.js("[state.model, state.shape.width]") == ["own", 4096]
+    browser.do(("[state.model, state.shape.width]", ["own", 4096]))
     choose(browser, layers=5000)
-    assert browser.js(VERDICT) == "layers: expected a whole number from 1 to 1,024."
-    assert browser.js("state.shape.layers") == 80
-
-
-def test_keys_change_a_number(browser, memory):
-    opened(browser, memory)
-    browser.js(f"({field('dp')}.focus(), {field('dp')}.select())")
-    browser.key("2", text="2")
-    browser.key("Tab")
-    assert browser.js("state.layout.dp") == 2 and "dp=2" in browser.js("location.hash")
+    browser.do((VERDICT, "layers: expected a whole number from 1 to 1,024."))
+    browser.do(("state.shape.layers", 80))
 
 
 def test_a_change_that_is_listed_makes_it_fit(browser, memory):
@@ -317,12 +304,10 @@ def test_a_change_that_is_listed_makes_it_fit(browser, memory):
     for k in range(changes):
         opened(browser, memory)
         words = browser.js(f"document.querySelectorAll('.changes li')[{k}].textContent")
-        button = f"document.querySelectorAll('.changes button')[{k}]"
-        browser.js(f"{button}.scrollIntoView({{ block: 'center' }})")
-        browser.click(button)
+        browser.click(f"document.querySelectorAll('.changes button')[{k}]")
         assert browser.js(VERDICT).startswith("It fits."), words
         assert browser.js(f"{TABLE}[0].at(-1)") in words or "pp" in words
-        assert browser.js("document.activeElement.id") == "verdict"
+        browser.do(("document.activeElement.id", "verdict"))
     browser.js("history.back()")
     browser.until(f"{VERDICT}.startsWith('It doesn')")
 
@@ -333,16 +318,17 @@ def test_what_would_fit_besides_fits(browser, memory):
     shape = KNOWN_MODELS["llama-3-8b"].shape
     samples = int(note.split("microbatches of ")[1].split()[0])
     tokens = int(note.split("or samples of ")[1].split()[0].replace(",", ""))
+    layout = ParallelLayout(dp=8, zero_stage=3, recompute="full")
     for times, fits in ((1, True), (2, False)):
-        layout = ParallelLayout(dp=8, zero_stage=3, recompute="full", microbatch=times * samples)
-        assert (most_of(step_memory(shape, layout)) <= 141e9) is fits
+        more = replace(layout, microbatch=times * samples)
         longer = replace(shape, time=times * tokens)
-        assert (most_of(step_memory(longer, replace(layout, microbatch=1))) <= 141e9) is fits
+        for of in (step_memory(shape, more), step_memory(longer, layout)):
+            assert (most_of(of) <= 141e9) is fits
 
 
 def test_bars_are_as_long_as_their_bytes(browser, memory):
     browser.resize(1100, 900)
-    opened(browser, memory, "#model=llama-3-405b&dp=8&tp=8&pp=16&microbatches=32&zero_stage=1")
+    opened(browser, memory, GPT)
     rows = browser.js("""[...document.querySelectorAll('.bar')].map(bar => [
         bar.getAttribute('aria-label'), bar.clientWidth, bar.querySelector('.limit').offsetLeft + 2,
         [...bar.querySelectorAll('.part')].map(p => p.getBoundingClientRect().width)])""")
@@ -358,11 +344,8 @@ def test_bars_are_as_long_as_their_bytes(browser, memory):
     assert "stages 3 to 13: " in browser.js("document.querySelector('.bars').innerText")
 
 
-@pytest.mark.parametrize(
-    "address", ["model=gpt-5", "model=own&width=0", "model=own&tp=1.5", "model=own&name=x", "gpu=X"]
-)
-def test_an_address_that_is_unknown_is_refused(browser, memory, address):
-    opened(browser, memory, f"#{address if 'model' in address else f'model=own&{address}'}")
-    wrong = address.split("&")[-1]
-    assert f"The address has {wrong}, which" in browser.js(VERDICT)
-    assert browser.js("state.model") == START[0]
+def test_an_address_that_is_unknown_is_refused(browser, memory):
+    for wrong in ("model=gpt-5", "width=0", "tp=1.5", "name=x", "gpu=X"):
+        opened(browser, memory, f"#{'' if 'model' in wrong else 'model=own&'}{wrong}")
+        assert f"The address has {wrong}, which" in browser.js(VERDICT)
+        browser.do(("state.model", START[0]))

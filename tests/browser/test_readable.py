@@ -4,6 +4,9 @@ both themes, with the keyboard, and without scripts.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from parallel101.cost import step_memory
@@ -15,8 +18,12 @@ from parallel101.laboratory.record.units import decimal_bytes
 from tests.browser.seen import (
     check_on_paper,
     check_readable,
+    cut_off,
     out_of_reach,
+    too_small,
+    unfold,
     view,
+    without_a_name,
     without_scripts,
 )
 
@@ -36,8 +43,15 @@ STATES = {  # page → its states: what follows the address, and a script to wai
               (f"{ATLAS}recursive_doubling&ranks=64&beside=", SHOWN)],
     "builder": [(BUILDER, ""), (BUILDER, f"({INTERLEAVED}, choose(1, 'a1F1'), true)")],
     "memory": [("", ""), (MEMORY, ""), ("#model=own&tp=7", "")],
+    "lesson": [("", "")],
     **{page: [("", "")] for page in AROUND},
 }  # fmt: skip
+
+
+# also every page that `make lessons` has written into this folder
+SITE = os.environ.get("SITE")
+STATES |= {path.resolve().as_uri(): [("", "")] for path in Path(SITE or "-").glob("*.html")}
+LESSONS = [name for name in STATES if name == "lesson" or name.startswith("file:")]
 
 
 @pytest.fixture
@@ -47,24 +61,32 @@ def page(request, name) -> str:
     if name.startswith("reference"):
         place = ADDRESS if name == "reference" else name
         return (request.getfixturevalue("site") / place).as_uri()
-    return request.getfixturevalue(name)
+    return name if name.startswith("file:") else request.getfixturevalue(name)
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_it_can_be_read_and_reached(browser, page, name, keep):
-    picture = name.replace("/", "-")
-    for scheme, width in (("light", 1100), ("dark", 375)):
+    picture = name.rpartition("site/")[2].replace("/", "-")
+    for scheme, width in (("light", 1100), ("dark", 375), ("dark", 1280)):
         for number, (more, ready) in enumerate(STATES[name]):
+            if width == 1280 and name not in LESSONS:
+                continue  # the other pages look the same
             view(browser, page + more, width, scheme=scheme)
             browser.until(ready or "true")
-            if (scheme, number) == ("light", 0):  # pressing keys takes long
-                assert out_of_reach(browser) == []
             check_readable(browser)
             keep(browser, f"{picture}-{number}-{scheme}-{width}")
+            if (scheme, number) == ("light", 0) and name not in AROUND:  # it takes long
+                assert out_of_reach(browser) == []
+            assert name not in LESSONS or width > 375 or too_small(browser, 7.5) == []
     view(browser, page + STATES[name][0][0], 717, scheme="dark")
     browser.until(STATES[name][0][1] or "true")
     check_on_paper(browser)
     keep(browser, f"{picture}-print", whole=True)
+    folded = "[...document.querySelectorAll('details.answer, details.code')]"
+    hosts = "[...document.querySelectorAll('figure.p101 > div')]"
+    hidden = "getComputedStyle(host.shadowRoot.querySelector('.bar')).display == 'none'"
+    browser.do((f"{folded}.every(part => part.open)", True))
+    browser.do((f"{hosts}.every(host => !host.shadowRoot || {hidden})", True))
 
 
 OPENS = KNOWN_MODELS[memory_page.START[0]].shape, memory_page.START[2]
@@ -76,14 +98,38 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", [*WORDS, *LESSONS])
 def test_without_scripts_the_text_is_there_and_nothing_that_needs_one(browser, page, name):
     with without_scripts(browser):
         view(browser, page, 1100)
         said = browser.js("document.body.innerText")
-        assert [word for word in WORDS[name] if word not in said] == []
+        assert [word for word in WORDS.get(name, ()) if word not in said] == []
         controls = "[...document.querySelectorAll('select, input, button')]"
-        assert not browser.js(f"{controls}.some(control => control.checkVisibility())")
+        browser.do((f"{controls}.some(control => control.checkVisibility())", False))
+        images = "[...document.querySelectorAll('figure.p101 img')]"
+        drawn = f"{images}.filter(image => image.complete && image.naturalWidth).length"
+        browser.do((drawn, browser.js("document.querySelectorAll('figure.p101').length")))
+        unfold(browser)
+        assert cut_off(browser) == [] and without_a_name(browser) == []
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_each_section_fits_a_projector(browser, page, keep, name):
+    view(browser, page, 1280, 720)
+    if not browser.js("!!document.querySelector('.present:not([hidden])')"):
+        pytest.skip("only lessons are shown section by section")
+    browser.click("document.querySelector('.present')")
+    place = "document.querySelector('.place').textContent"
+    for press in range(1000):
+        browser.do("PageDown", ("document.documentElement.scrollWidth <= 1280", True))
+        assert cut_off(browser) == []
+        if not SITE or press % 5 == 0:
+            keep(browser, f"{name.rpartition('/')[2]}-presenter-{press:02}")
+        number, _, count = browser.js(place).partition(" / ")
+        if number == count:
+            break
+    else:
+        raise AssertionError(f"a clicker stays at {browser.js(place)}")
 
 
 def test_on_a_phone_the_parts_of_the_moving_picture_are_stacked(browser, index):

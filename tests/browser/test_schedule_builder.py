@@ -148,23 +148,19 @@ LISTS = "state.lists"
 ROWS = "[...document.querySelectorAll('.score tbody tr')].map(r => r.innerText.split('\\t'))"
 
 
-@pytest.fixture
-def opened(browser, builder) -> Browser:
-    """The page with an empty board of two ranks and two microbatches."""
-    return with_lists(browser, builder, [[], []])
-
-
-def with_lists(browser: Browser, page: str, lists: Lists, microbatches: int = 2) -> Browser:
+def with_lists(browser: Browser, page: str, lists: Lists, microbatches: int = 2) -> None:
     browser.open("about:blank")
     browser.open(
         f"{page}#ranks={len(lists)}&microbatches={microbatches}&stages=one&times=1,1,1,0&lists="
         + "_".join(".".join(of_rank) for of_rank in lists)
     )
-    return browser
 
 
 def button(kind: str, rank: int) -> str:
-    return f"document.querySelector('.next [data-rank=\"{rank}\"][data-kind={kind}]')"
+    return f"click document.querySelector('.next [data-rank=\"{rank}\"][data-kind={kind}]')"
+
+
+ORDER = ("F0", "F1", "F0", "B1", "B0", "F0", "F1", "B1", "B0")  # kind and rank
 
 
 def ran(python: str) -> dict:
@@ -174,110 +170,103 @@ def ran(python: str) -> dict:
     return names
 
 
-def test_the_mouse_builds_a_schedule_that_python_runs(opened, capsys):
-    opened.js("document.querySelector('.board').scrollIntoView()")
-    order = ["F0", "F1", "F0", "B1", "B0", "F0", "F1", "B1", "B0"]
-    for action in order:
-        opened.click(button(action[0], int(action[1])))
-    opened.click("document.querySelector('#copy-python')")
-    opened.until("document.querySelector('#copied').textContent === 'Copied the Python.'")
-    names = ran(opened.js(PYTHON))
-    assert names["schedule"].actions == opened.js(LISTS)
-    assert "complete" in opened.js(SAID) and opened.js(LISTS)[1] == ["1F0", "1B0", "1F1", "1B1"]
-    printed = capsys.readouterr().out.split()
-    row = opened.js(ROWS)[0]
-    assert [row[1], row[3]] == [f"{names['times'].makespan:g}", f"{100 * float(printed[1]):.1f} %"]
+def test_the_mouse_builds_a_schedule_that_python_runs(browser, builder, capsys):
+    with_lists(browser, builder, [[], []])
+    browser.js("document.querySelector('.board').scrollIntoView()")
+    browser.do(
+        *(button(a[0], int(a[1])) for a in ORDER)
+    )
+    browser.do("click document.querySelector('#copy-python')")
+    browser.until("document.querySelector('#copied').textContent === 'Copied the Python.'")
+    names = ran(browser.js(PYTHON))
+    browser.do((LISTS, names["schedule"].actions), (f"{LISTS}[1].join()", "1F0,1B0,1F1,1B1"))
+    assert "complete" in browser.js(SAID)
+    rate = float(capsys.readouterr().out.split()[1])
+    _, step, _, bubble, *_ = browser.js(ROWS)[0]
+    assert [step, bubble] == [f"{names['times'].makespan:g}", f"{100 * rate:.1f} %"]
+    browser.js("document.querySelector('.paste').open = true")
+    for rules, words in (("gloo", "run under gloo's rules"), ("nccl", "under NCCL's rules, where")):
+        browser.do(f"click document.querySelector('#check-{rules}')")
+        assert words in browser.js("document.querySelector('#verdict').textContent")
 
 
-def test_keys_build_the_same(opened):
+def test_keys_build_the_same(browser, builder):
+    with_lists(browser, builder, [[], []])
     for rank, keys in ((0, "f"), (1, "fb"), (0, "bf"), (1, "fb"), (0, "b")):
-        opened.js(f"document.querySelector('[role=listbox][data-rank=\"{rank}\"]').focus()")
-        for key in keys:
-            opened.key(key, text=key)
-    assert opened.js(LISTS) == [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-    for key in ("ArrowDown", "ArrowUp", "ArrowUp"):  # to rank 1 and back; above it is no rank
-        opened.key(key)
-        assert opened.js("document.activeElement.dataset.rank") == str(int(key == "ArrowDown"))
-    opened.key("ArrowRight")
-    opened.key("s", text="s")
-    opened.key("ArrowLeft")
-    assert "input gradient" in opened.js(SAID)
-    assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
-    opened.key("Delete")
-    assert opened.js(LISTS)[0] == ["0F0", "0B0", "0F1"]
-    assert "1 action that needs it" in opened.js(SAID)
-    opened.key("u", text="u")
-    assert opened.js(LISTS)[0][-2:] == ["0I1", "0W1"]
+        browser.js(f"document.querySelector('[role=listbox][data-rank=\"{rank}\"]').focus()")
+        browser.do(*keys)
+    browser.do((LISTS, [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]))
+    at = "document.activeElement.dataset.rank"  # above rank 0 is no rank
+    browser.do("ArrowDown", (at, "1"), "ArrowUp", (at, "0"), "ArrowUp", (at, "0"))
+    last = f"{LISTS}[0].slice(1).join()"
+    browser.do("ArrowRight", "s", "ArrowLeft", (f"{SAID}.includes('input gradient')", True))
+    browser.do((last, "0B0,0F1,0I1,0W1"), "Delete", (last, "0B0,0F1"))
+    browser.do((f"{SAID}.includes('1 action that needs it')", True), "u", (last, "0B0,0F1,0I1,0W1"))
 
 
-def test_what_is_impossible_says_why(browser, builder):
-    lists = [["0F0", "0F1"], ["1F0", "1B0", "1F1"]]
-    with_lists(browser, builder, lists)
-    browser.click(button("W", 0))
-    assert browser.js(SAID) == "Not possible: 0W0 needs 0I0, which isn't placed yet."
-    browser.js("choose(1, 'a1B0')")
-    browser.click("document.querySelector('#earlier')")
-    assert browser.js(SAID) == "Not possible: 1B0 needs 1F0, which comes later."
+def test_what_is_impossible_and_what_a_bubble_waits_for_is_said(browser, builder):
+    with_lists(browser, builder, [["0F0", "0F1"], ["1F0", "1B0", "1F1"]])
+    missing = "Not possible: 0W0 needs 0I0, which isn't placed yet."
+    browser.do(button("W", 0), (SAID, missing), ("choose(1, 'a1B0')", None))
+    late = "Not possible: 1B0 needs 1F0, which comes later."
+    browser.do("click document.querySelector('#earlier')", (SAID, late))
     browser.js("(choose(1, 'a1F1'), move(1, '1F1', 0))")
-    assert browser.js(LISTS)[1] == ["1F1", "1F0", "1B0"]
-    browser.click(button("B", 0))
+    browser.do((f"{LISTS}[1].join()", "1F1,1F0,1B0"), button("B", 0))
     browser.js("move(0, '0B0', 1)")
     assert "the ranks would wait for each other forever" in browser.js(SAID)
-    assert browser.js(LISTS)[0] == ["0F0", "0F1", "0B0"]
-
-
-def test_a_bubble_says_what_it_waits_for_and_takes_an_action(browser, builder):
-    with_lists(browser, builder, [["0F0", "0I0", "0F1", "0I1"], ["1F0", "1B0", "1F1", "1B1"]])
+    browser.do((f"{LISTS}[0].join()", "0F0,0F1,0B0"))
+    others = ["1F0", "1B0", "1F1", "1B1"]
+    with_lists(browser, builder, [["0F0", "0I0", "0F1", "0I1"], others])
     browser.js("choose(0, 'w0I1')")
     assert "Rank 0 waits from 6 to 9 for 1B1 on rank 1, which ends at 9" in browser.js(SAID)
-    browser.click(button("W", 0))
-    assert browser.js(LISTS)[0] == ["0F0", "0I0", "0F1", "0W0", "0I1"]
-    times = p101.Schedule([["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"], browser.js(LISTS)[1]]).time()
-    browser.click(button("W", 0))
-    assert browser.js(ROWS)[0][1] == f"{times.makespan:g}"
+    browser.do(button("W", 0), (f"{LISTS}[0].join()", "0F0,0I0,0F1,0W0,0I1"), button("W", 0))
+    times = p101.Schedule([["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"], others]).time()
+    browser.do((f"{ROWS}[0][1]", f"{times.makespan:g}"))
 
 
 def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, builder):
     with_lists(browser, builder, [["0F0", "0F1"], ["1F0", "1F1", "1B0"]])
     box = "document.querySelector('#a1F1')"
     browser.js(f"{box}.scrollIntoView({{block: 'center'}})")
-    x, y, width = browser.js(f"(b => [b.x + b.width / 2, b.y + 9, b.width])"
-                             f"({box}.getBoundingClientRect())")  # fmt: skip
-    for kind, at in (("Pressed", x), ("Moved", x + width), ("Moved", x + 3 * width)):
-        browser.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=at, y=y, button="left",
-                     buttons=1, clickCount=1)  # fmt: skip
-    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=x + 3 * width, y=y,
-                 button="left", clickCount=1)  # fmt: skip
-    assert browser.js(LISTS)[1] == ["1F0", "1B0", "1F1"]
+    place = f"(b => [b.x + b.width / 2, b.y + 9, b.width])({box}.getBoundingClientRect())"
+    x, y, width = browser.js(place)
+    for kind, steps in (("Pressed", 0), ("Moved", 1), ("Moved", 3), ("Released", 3)):
+        how = {"button": "left", "buttons": int(kind != "Released"), "clickCount": 1}
+        event = {"type": f"mouse{kind}", "x": x + steps * width, "y": y, **how}
+        browser.call("Input.dispatchMouseEvent", **event)
+    browser.do((f"{LISTS}[1].join()", "1F0,1B0,1F1"))
     points = [{"x": x - width, "y": y}]
     browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=points)
     browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
     browser.until("chosen?.id === 'a1F0'")
 
 
-def test_what_was_accepted_on_the_way_is_a_schedule_in_the_end(opened):
-    games = opened.js("""(() => {
-        let seed = 7;
-        const random = n => (seed = (seed * 48271) % 2147483647) % n;
-        draw = () => {};
-        return [...Array(40)].map(() => {
-            state.ranks = 2 + random(2), state.microbatches = 1 + random(3);
-            state.stages = ["one", "loop", "v"][random(3)];
-            state.lists = Array.from({ length: state.ranks }, () => []);
-            build();
-            for (let turn = 0; turn < 5000 && !complete(); turn++) {
-                const rank = random(state.ranks), stages = stagesOf(rank);
-                place(rank, stages[random(stages.length)], "FBIW"[random(4)]);
-                const names = state.lists[rank];
-                if (names.length && !random(3))
-                    move(rank, names[random(names.length)], random(names.length));
-                if (names.length && !random(400)) {
-                    chosen = { rank, id: `a${names[random(names.length)]}` };
-                    remove();
-                }
+GAMES = """(() => {
+    let seed = 7;
+    const random = n => (seed = (seed * 48271) % 2147483647) % n;
+    draw = () => {};
+    return [...Array(40)].map(() => {
+        state.ranks = 2 + random(2), state.microbatches = 1 + random(3);
+        state.stages = ["one", "loop", "v"][random(3)];
+        state.lists = Array.from({ length: state.ranks }, () => []);
+        build();
+        for (let turn = 0; turn < 5000 && !complete(); turn++) {
+            const rank = random(state.ranks), stages = stagesOf(rank);
+            place(rank, stages[random(stages.length)], "FBIW"[random(4)]);
+            const names = state.lists[rank];
+            if (names.length && !random(3))
+                move(rank, names[random(names.length)], random(names.length));
+            if (names.length && !random(400)) {
+                chosen = { rank, id: `a${names[random(names.length)]}` };
+                remove();
             }
-            return [state.lists, state.microbatches, placement(), address()]; }) })()""")
-    for lists, microbatches, placement, address in games:
+        }
+        return [state.lists, state.microbatches, placement(), address()]; }) })()"""
+
+
+def test_what_was_accepted_on_the_way_is_a_schedule_in_the_end(browser, builder):
+    with_lists(browser, builder, [[], []])
+    for lists, microbatches, placement, address in browser.js(GAMES):
         schedule = p101.Schedule(lists)
         schedule.check("nccl")
         assert schedule.microbatches == microbatches
@@ -288,8 +277,7 @@ def test_what_was_accepted_on_the_way_is_a_schedule_in_the_end(opened):
 def test_the_address_carries_the_schedule(browser, builder):
     lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0"]]
     with_lists(browser, builder, lists)
-    assert browser.js(LISTS) == lists
-    browser.click(button("F", 1))
+    browser.do((LISTS, lists), button("F", 1))
     browser.call("Page.reload")
     browser.until("document.readyState === 'complete' && state.lists[1].length === 3")
     assert ran(browser.js(PYTHON))["schedule"].actions == [lists[0], ["1F0", "1B0", "1F1"]]
@@ -297,35 +285,22 @@ def test_the_address_carries_the_schedule(browser, builder):
         ("0B0.0F0_1F0.1B0", "0B0 needs 0F0, which comes later"),
         ("0F0.0X0_1F0", "it has 0X0"),
     ):
-        browser.js(f"(h => {{ location.hash = h.replace(/lists=.*/, 'lists={spoilt_lists}') }})"
-                   "(location.hash)")  # fmt: skip
+        browser.js(f"location.hash = location.hash.replace(/lists=.*/, 'lists={spoilt_lists}')")
         browser.until(f"{SAID}.includes({json.dumps(why)})")
 
 
-@pytest.mark.parametrize("name", list(NAMES))
-def test_published_schedules_have_pythons_score_and_goals(browser, builder, name):
+def test_published_schedules_have_pythons_score_and_goals(browser, builder):
     with_lists(browser, builder, [[], [], []], 6)
     static = browser.js("document.querySelector('.score tbody').innerText.split('\\n').slice(1)")
-    parsed = schedule_builder_page().partition("<tbody>")[2].partition("</tbody>")[0]
-    rows = [row.get_text("\t") for row in BeautifulSoup(parsed, "html.parser")("tr")]
-    assert [row.strip() for row in static] == rows
-    browser.js(
-        f"(f => (f.value = '{name}', f.dispatchEvent(new Event('change', {{bubbles: true}}))))"
-        "(document.querySelector('#from'))"
-    )
-    mine, *others = browser.js(ROWS)
-    assert mine[1:] == next(row[1:] for row in others if row[0] == NAMES[name])
-    schedule = ran(browser.js(PYTHON))["schedule"]
-    assert schedule == published(3, 6)[name]
-    reached = browser.js(
-        "[...document.querySelectorAll('.goals li')].map(g => g.matches('.reached'))"
-    )
-    of = score(schedule, 2 if name == "interleaved" else 1)
-    assert reached == [True, of.held <= 3, of.bubble_rate < 1e-9]
-
-
-def test_lists_with_messages_are_checked_under_both_rules(opened):
-    opened.js("document.querySelector('.paste').open = true")
-    for rules, words in (("gloo", "run under gloo's rules"), ("nccl", "under NCCL's rules, where")):
-        opened.click(f"document.querySelector('#check-{rules}')")
-        assert words in opened.js("document.querySelector('#verdict').textContent")
+    parsed = BeautifulSoup(schedule_builder_page(), "html.parser").select_one(".score tbody")
+    assert [row.strip() for row in static] == [row.get_text("\t") for row in parsed("tr")]
+    for name in NAMES:
+        change = f"f.value = '{name}', f.dispatchEvent(new Event('change', {{bubbles: true}}))"
+        browser.js(f"(f => ({change}))(document.querySelector('#from'))")
+        mine, *others = browser.js(ROWS)
+        assert mine[1:] == next(row[1:] for row in others if row[0] == NAMES[name])
+        schedule = ran(browser.js(PYTHON))["schedule"]
+        assert schedule == published(3, 6)[name]
+        goals = "[...document.querySelectorAll('.goals li')].map(g => g.matches('.reached'))"
+        of = score(schedule, 2 if name == "interleaved" else 1)
+        browser.do((goals, [True, of.held <= 3, of.bubble_rate < 1e-9]))

@@ -16,7 +16,7 @@ from parallel101.laboratory.analysis.axis_traffic import axis_traffic
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene
 from tests.record.test_last_events import window
-from tests.viz.drawn import span, titled
+from tests.viz.drawn import titled
 
 BYTES = {"tp": 64, "dp": 4096}  # of a message
 NETWORK = p101.Network(latency=0.25, bandwidth=float("inf"))
@@ -126,12 +126,3 @@ def test_words_for_readers_who_do_not_see_it():
         record(False)
     ).svg().replace("&#x27;", "'")
     assert "torch's own" not in axes_scene(record()).svg().replace("&#x27;", "'")
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(
-        ValueError, match=r"17 ranks, and this picture can show up to 16: use run\.timeline"
-    ):
-        axes_scene(Trace([], 17, "sim"))
-    with pytest.raises(ValueError, match="no span is called 'stp': the record has step"):
-        axes_scene(Trace([span(0, "step", 0.0, 1.0)], 1, "sim"), "stp")

@@ -8,7 +8,6 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import parallel101 as p101
@@ -107,17 +106,3 @@ def test_the_sums_are_there_only_if_the_ranks_returned_them(name):
     assert scene.stops[-1].label.endswith(ending) and "every rank has" not in scene.stops[-1].label
     words = " ".join(text.text or "" for text in ET.fromstring(scene.svg()).iter(f"{SVG}text"))
     assert ending in words and drawn in scene.svg()
-
-
-def test_a_watched_run_without_readable_data_is_not_told_to_be_watched():
-    for program in (dist.all_reduce, lambda x: x + 1):
-        with pytest.raises(ValueError, match=r"can't be followed.*return a tensor"):
-            p101.watch(program, 4, backend="sim").before_after()
-
-
-def test_runs_that_have_no_such_picture_are_refused():
-    run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=2, backend="sim")
-    with pytest.raises(ValueError, match=r"run it with p101\.watch\(fn, …\)"):
-        run.before_after()
-    with pytest.raises(ValueError, match=r"17 ranks, and this picture can show up to 16"):
-        p101.watch(lambda x: p101.all_gather(x), 17, numel=1, backend="sim").before_after()

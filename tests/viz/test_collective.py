@@ -4,6 +4,7 @@ runs of real algorithms.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -19,6 +20,7 @@ from parallel101.laboratory.analysis.provenance import decode, origin_tensor
 from parallel101.laboratory.analysis.replay import replay_of
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.collective import TOP, collective_scene
+from parallel101.laboratory.viz.many_ranks import sending_over_time, step_facts
 from parallel101.laboratory.viz.matrix import grid_of
 from parallel101.laboratory.viz.waiting_calls import LEGEND
 from tests.viz import programs as p
@@ -28,10 +30,7 @@ from tests.viz.programs import exchange, me, recorded
 # program, elements per rank on n ranks, steps, topology; the last word is the operation
 CASES = {
     "ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "ring"),
-    "uneven ring all-reduce": (
-        *(p.ring_all_reduce, lambda n: 2 * n + 1),
-        *(lambda n: 2 * (n - 1), "ring"),
-    ),
+    "uneven all-reduce": (p.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "ring"),
     "ring reduce-scatter": (p.ring_reduce_scatter, lambda n: n, lambda n: n - 1, "ring"),
     "ring all-gather": (p.ring_all_gather, lambda n: 2, lambda n: n - 1, "ring"),
     "binomial broadcast": (p.binomial_broadcast, lambda n: 3, lambda n: (n - 1).bit_length(), None),
@@ -41,6 +40,10 @@ CASES = {
     "flat gather": (p.flat_gather, lambda n: 2, lambda n: n - 1, "star"),
     "pairwise all-to-all": (p.pairwise_all_to_all, lambda n: n, lambda n: n - 1, None),
 }
+
+
+def drawn(program, n, numel, **options):
+    return collective_scene(*recorded(program, n, numel, **options))
 
 
 def stripes_at_the_end(scene, trace, results):
@@ -66,6 +69,10 @@ def stripes_at_the_end(scene, trace, results):
         if found:
             drawn[rank, chunk] = tuple(found)
     return replay, drawn
+
+
+def words(element):
+    return [text.text for text in element.iter(f"{SVG}text")]
 
 
 def cells_panel(scene):
@@ -118,23 +125,13 @@ def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
         assert all(landing.added and sum(landing.carried) == step + 1 for _, landing in landings)
 
 
-def test_one_rank():
-    trace, results = recorded(p.ring_all_reduce, 1, 4)
-    scene = collective_scene(trace, results)
-    assert scene.title == "One rank" and scene.stops == []
-    ET.fromstring(scene.svg())
-    assert "One rank has no other rank to send to." in scene.html()
-
-
 @pytest.mark.parametrize("n", [3, 8])
 def test_data_that_is_added_twice_is_flagged(n):
-    trace, results = recorded(partial(p.broken_ring_all_reduce, twice=(1, 0)), n, 2 * n)
-    scene = collective_scene(trace, results)
+    scene = drawn(partial(p.broken_ring_all_reduce, twice=(1, 0)), n, 2 * n)
     assert "On rank 1, chunk a now contains rank 0's data more than once." in scene.stops[0].label
     assert scene.stops[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
     assert "all-reduce" not in scene.title.lower()
-    texts = [text.text for text in cells_panel(scene).iter(f"{SVG}text")]
-    assert texts.count("×2") == n
+    assert words(cells_panel(scene)).count("×2") == n
     assert "×2" not in scene.svg(scene.stops[0].start)
 
 
@@ -151,49 +148,108 @@ def test_missing_data_is_flagged(n):
     )
 
 
-def test_sums_of_elements_from_different_positions_are_flagged():
-    def shifted(x):
-        rank, n = me()
-        (got,) = exchange([((rank + 1) % n, x)], [((rank - 1) % n, x)])
-        return x + got.roll(-1)
-
-    trace, results = recorded(shifted, 3, 6)
-    scene = collective_scene(trace, results)
-    assert scene.stops[-1].label.endswith(
-        "Elements from different positions were added together, on every rank."
-    )
-    # the chunk's name, and a flag for each rank
-    assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3
+def shifted(x):
+    rank, n = me()
+    return x + exchange([((rank + 1) % n, x)], [((rank - 1) % n, x)])[0].roll(-1)
 
 
-def test_data_of_another_group_is_not_missing():
-    def in_pairs(x):
-        partner = me()[0] ^ 1
-        return x + exchange([(partner, x)], [(partner, x)])[0]
-
-    trace, results = recorded(in_pairs, 4, 2)
-    assert "lacks" not in collective_scene(trace, results).stops[-1].label
+def in_pairs(x):
+    partner = me()[0] ^ 1
+    return x + exchange([(partner, x)], [(partner, x)])[0]
 
 
-def test_ranks_outside_the_group_are_left_out():
-    def two_of_four(x):
-        pair, rank = dist.new_group([1, 3]), me()[0]
-        return (
-            p101.all_reduce(x, group=pair, algorithm="recursive_doubling")
-            if rank in (1, 3)
-            else x[:0]
-        )
-
-    trace, results = recorded(two_of_four, 4, 2)
-    scene = collective_scene(trace, results)
-    assert scene.title == "All-reduce on two ranks" and "2 of 4 ranks" in scene.description
+def two_of_four(x):
+    pair, rank = dist.new_group([1, 3]), me()[0]
+    if rank in (1, 3):
+        return p101.all_reduce(x, group=pair, algorithm="recursive_doubling")
+    return x[:0]
 
 
-def test_without_results_the_last_state_is_final():
-    trace, _ = recorded(p.ring_all_reduce, 4, 8)
-    assert collective_scene(trace).title == "Ring all-reduce"
-    trace, _ = recorded(partial(p.broken_ring_all_reduce, twice=(1, 0)), 4, 8)
-    assert "twice" in collective_scene(trace).stops[-1].label
+def ordinary(x):
+    rank, n = me()
+    values = torch.tensor([1.5, 2.5])
+    return exchange([((rank + 1) % n, values)], [((rank - 1) % n, values)])[0].round()
+
+
+def empty(x):
+    peer = 1 - me()[0]
+    return exchange([(peer, x[:0])], [(peer, x[:0])])[0]
+
+
+TWICE = partial(p.broken_ring_all_reduce, twice=(1, 0))
+# program, ranks and numbers; title; words in the picture, its sentences or its last step
+PICTURES = {
+    "one rank": (p.ring_all_reduce, 1, 4, "One rank", "One rank has no other rank to send to."),
+    "mixed": (
+        *(shifted, 3, 6, "Messages on a ring of 3 ranks"),
+        "Elements from different positions were added together, on every rank.",
+    ),
+    "another group": (
+        *(in_pairs, 4, 2, "Messages on a grid of 4 ranks"),
+        "This is what each rank ends with.",
+    ),
+    "left out": (two_of_four, 4, 2, "All-reduce on two ranks", "2 of 4 ranks"),
+    "ordinary values": (
+        *(ordinary, 4, 2, "Messages on a ring of 4 ranks"),
+        "These values do not show which rank they came from.",
+    ),
+    "empty messages": (empty, 2, 1, "Barrier on two ranks", "0 B sent so far"),
+    "both ways": (
+        *(p.halves_all_gather, 5, 4, "Bidirectional ring all-gather"),
+        "Step 4 of 4",
+    ),
+    "doubling": (
+        *(p.doubling_all_reduce, 8, 4, "Recursive-doubling all-reduce"),
+        "Step 3 of 3",
+    ),
+    "gather by doubling": (
+        *(p.doubling_all_gather, 4, 2, "Recursive-doubling all-gather"),
+        "Step 2 of 2",
+    ),
+    "chain": (p.segmented_chain_broadcast, 4, 4, "Chain broadcast", "Step 6 of 6"),
+    "barrier": (
+        *(lambda x: p101.barrier(), 6, 2, "Barrier"),
+        "before it has heard from every other rank",
+    ),
+    "zeros": (lambda x: p101.barrier(), 6, 2, "Barrier", "carry no data of x, only zeros."),
+    "letters": (
+        *(p.pairwise_all_to_all, 4, 8, "Pairwise all-to-all"),
+        "a to rank 0, b to rank 1, c to rank 2 and d to rank 3.",
+    ),
+    "letters below": (
+        *(p.pairwise_all_to_all, 4, 8, "Pairwise all-to-all"),
+        "Chunks go by letter: a to rank 0, b to rank 1, and so on.",
+    ),
+    "ring": (
+        *(p.ring_all_reduce, 4, 8, "Ring all-reduce"),
+        "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to its right neighbour, which "
+        "adds it to its own.",
+    ),
+    "ring, later": (
+        *(p.ring_all_reduce, 4, 8, "Ring all-reduce"),
+        "Step 5 of 6, all-gather: Each rank sends a finished chunk to its right neighbour, which "
+        "copies it.",
+    ),
+    "facts": (p.ring_all_reduce, 4, 8, "Ring all-reduce", "96 B sent by each rank so far"),
+    "size": (p.ring_all_reduce, 4, 8, "Ring all-reduce", "4 ranks · sim · 64 B in 4 chunks"),
+    "many chunks": (
+        *(p.halves_all_gather, 9, 2, "Bidirectional ring all-gather"),
+        "There are too many ranks or chunks to draw them all.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_title_and_words(name):
+    program, n, numel, title, said = PICTURES[name]
+    scene = drawn(program, n, numel, uneven=name == "both ways")
+    everything = [scene.description, scene.intro, *(stop.label for stop in scene.stops)]
+    shown = " ".join([*everything, unescape(scene.svg())])
+    assert scene.title == title and said in shown, (scene.title, shown)
+    for word, where in (("lacks", "another group"), ("product", "barrier")):
+        assert where != name or word not in shown
+    if name == "mixed":  # the chunk's name, and a flag for each rank
+        assert words(cells_panel(scene)).count("?") == 1 + 3
 
 
 def test_inputs_set_what_each_rank_starts_with():
@@ -233,32 +289,13 @@ def test_without_contents_the_waits_are_drawn():
     assert scene.stops[2].label == "Step 3 of 6: Each rank sends 16 B to its right neighbour."
 
 
-def test_ordinary_values_are_drawn_as_bytes():
-    def ordinary(x):
-        rank, n = me()
-        values = torch.tensor([1.5, 2.5])
-        return exchange([((rank + 1) % n, values)], [((rank - 1) % n, values)])[0].round()
-
-    assert (
-        "These values do not show which rank they came from."
-        in collective_scene(*recorded(ordinary, 4, 2)).svg()
-    )
-
-
-def test_facts_of_empty_messages_and_of_results_without_messages():
-    def empty(x):
-        peer = 1 - me()[0]
-        return exchange([(peer, x[:0])], [(peer, x[:0])])[0]
-
-    facts = [
-        t.text
-        for t in ET.fromstring(collective_scene(*recorded(empty, 2, 1, payload=False)).svg()).iter(
-            f"{SVG}text"
-        )
-    ]
-    assert "0 B sent so far" in facts
-    scene = collective_scene(Trace([], 4, "gloo"), [origin_tensor(rank, 4, 8) for rank in range(4)])
-    assert scene.description.startswith("4 ranks · gloo · 4 chunks.")
+def miscounted(x):
+    rank, n = me()
+    others = [r for r in range(n) if r != rank]
+    total = x
+    for r, got in zip(others, exchange([(r, x) for r in others], [(r, x) for r in others])):
+        total = total + got * {(0, 1): 0, (1, 0): 2}.get((rank, r % 2), 1)
+    return total
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
@@ -266,34 +303,13 @@ def test_sentences_do_not_run_into_the_facts_at_their_right(n):
     """In DejaVu Sans, the widest of the usual fonts, a letter is up to 0.52 of the font size
     wide, or 0.6 in bold.
     """
-
-    def miscounted(x):
-        rank, n = me()
-        others = [r for r in range(n) if r != rank]
-        total = x
-        for r, got in zip(
-            others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True
-        ):
-            total = total + got * (
-                0 if (rank, r % 2) == (0, 1) else 2 if (rank, r % 2) == (1, 0) else 1
-            )
-        return total
-
-    for program in (
-        miscounted,
-        p.ring_all_reduce,
-        p.binomial_reduce,
-        partial(p.broken_ring_all_reduce, twice=(1, 0)),
-    ):
-        scene = collective_scene(*recorded(program, n, 2 * n))
+    for program in (miscounted, p.ring_all_reduce, p.binomial_reduce, TWICE):
+        scene = drawn(program, n, 2 * n)
         lines = [t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("y") == "64"]
         facts = max(0.52 * 13 * len(t.text) for t in lines if t.get("x") == "932")
         for text in (t for t in lines if t.get("x") == "28"):
-            wide = (
-                float(text.get("font-size"))
-                * len(text.text)
-                * (0.6 if text.get("class") == "w b" else 0.52)
-            )
+            letter = 0.6 if text.get("class") == "w b" else 0.52
+            wide = letter * float(text.get("font-size")) * len(text.text)
             assert 28 + wide + 12 < 932 - facts, text.text
 
 
@@ -329,40 +345,6 @@ def test_torchs_own_collectives_are_named():
     assert drawn == {(0, 0): (0, 1), (1, 0): (0, 1)}
 
 
-def test_the_captions_of_a_ring():
-    scene = collective_scene(*recorded(p.ring_all_reduce, 4, 8))
-    assert scene.intro == "Each rank starts with its own data."
-    second = (
-        "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to its right neighbour, "
-        "which adds it to its own."
-    )
-    assert scene.stops[1].label == second
-    assert scene.stops[4].label == (
-        "Step 5 of 6, all-gather: Each rank sends a finished chunk to its right neighbour, "
-        "which copies it."
-    )
-    assert "96 B sent by each rank so far" in scene.svg()
-    assert "4 ranks · sim · 64 B in 4 chunks" in scene.svg()
-
-
-def test_a_bidirectional_ring_sends_both_ways_in_one_step():
-    scene = collective_scene(*recorded(p.halves_all_gather, 5, 4, uneven=True))
-    assert scene.title == "Bidirectional ring all-gather" and len(scene.stops) == 4
-
-
-def test_recursive_doubling_and_the_chain_are_recognised():
-    assert (
-        collective_scene(*recorded(p.doubling_all_reduce, 8, 4)).title
-        == "Recursive-doubling all-reduce"
-    )
-    assert (
-        collective_scene(*recorded(p.doubling_all_gather, 4, 2)).title
-        == "Recursive-doubling all-gather"
-    )
-    chain = collective_scene(*recorded(p.segmented_chain_broadcast, 4, 4))
-    assert chain.title == "Chain broadcast" and len(chain.stops) == 4 + 4 - 2
-
-
 @pytest.mark.parametrize("n", [2, 5])
 def test_every_moment_of_a_picture_is_well_formed_and_small(n):
     scene = collective_scene(*recorded(p.ring_all_reduce, n, 2 * n))
@@ -375,16 +357,114 @@ def test_every_moment_of_a_picture_is_well_formed_and_small(n):
         assert len(scene.html()) < 120_000
 
 
-def test_a_barrier_is_described_as_one():
-    trace, results = recorded(lambda x: p101.barrier(), 6, 2)
+def back_and_forth(x):
+    rank, _ = me()
+    for step in range(62):
+        exchange([(1 - rank, x)], []) if step % 2 == rank else exchange([], [(1 - rank, x)])
+    return x
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 7, 11, 17, *range(18, 33, 2), 40, 62])
+def test_the_player_and_the_loop_have_the_same_duration(steps):
+    """After the `dur` of its animations an SVG starts again, so a longer player would end with
+    the first moment.
+    """
+    trace, results = recorded(back_and_forth, 2, 1)  # each message takes a second
+    beginning = Trace([event for event in trace.events if event.end <= steps], 2, "sim")
+    scene = collective_scene(beginning, results)
+    assert len(scene.stops) == steps
+    written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
+    duration = json.loads(re.search(r'"duration": ([\d.]+)', scene.html())[1])
+    assert {float(dur) for dur in written} == ({duration} if steps else set())
+
+
+# ── More ranks than are drawn one by one
+
+
+def without_origin(n, program=p.binomial_broadcast):
+    """More ranks than an int64 can tell apart: plain numbers."""
+    return recorded(program, n, 0, payload=False)
+
+
+@pytest.mark.parametrize("n", [17, 64, 128])
+def test_many_ranks_are_summed_up(n):
+    trace, results = recorded(p.binomial_broadcast, n, 1) if n < 20 else without_origin(n)
     scene = collective_scene(trace, results)
-    assert scene.title == "Barrier" and "before it has heard from every other rank" in scene.intro
-    texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
-    assert "The messages carry no data of x, only zeros." in texts
-    assert not any("product" in (text or "") for text in texts)
+    ET.fromstring(scene.svg())
+    assert len(scene.stops) == math.ceil(math.log2(n))
+    replay = replay_of(trace)
+    assert step_facts(replay, 0)[::2] == ["1 message of 8 B", f"1 of {n} ranks sends"]
+    share = sending_over_time(replay, 0.0, trace.makespan)
+    assert share[0] == pytest.approx(1 / n)
+    assert sum(share) / len(share) == pytest.approx((n - 1) / n / len(scene.stops), abs=0.01)
 
 
-def test_in_an_all_to_all_a_letter_is_a_destination():
-    scene = collective_scene(*recorded(p.pairwise_all_to_all, 4, 8))
-    assert "a to rank 0, b to rank 1, c to rank 2 and d to rank 3." in scene.intro
-    assert "Chunks go by letter: a to rank 0, b to rank 1, and so on." in scene.svg()
+WAYS = {
+    "ring": (p.ring_all_gather, ["each to the rank 1 higher, modulo 20"]),
+    "barrier": (
+        lambda x: p101.barrier() and None,
+        [f"each to the rank {k} higher, modulo 20" for k in (1, 2, 4, 8)]
+        + ["each to the rank 4 lower, modulo 20"],
+    ),
+    "gather": (p.flat_gather, [f"each to the rank {k} lower" for k in (1, 2, 3)]),
+    "doubling": (p.doubling_all_reduce, ["between ranks that are 2 apart"]),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_messages_of_a_step_are_said_in_words(name):
+    program, said = WAYS[name]
+    replay = replay_of(without_origin(20, program)[0])
+    steps = [step_facts(replay, step)[1] for step in range(replay.steps)]
+    assert steps[: len(said)] == said or (name == "doubling" and said[0] in steps)
+    assert name != "ring" or {*steps} == {*said}
+
+
+MANY = {
+    "right": (
+        *(p.ring_all_reduce, "Ring all-reduce"),
+        "with the data of all 17 ranks in it once.",
+    ),
+    "added twice": (TWICE, "Messages on a ring of 17 ranks", "has rank 0's data twice."),
+    "not known": (
+        *(lambda x: p101.all_reduce(p101.all_reduce(x)), "Messages on 17 ranks"),
+        "so the result is not judged.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_the_result_of_more_ranks_than_are_drawn_is_judged(name):
+    program, title, ending = MANY[name]
+    scene = p101.watch(program, 17, backend="sim").animate()
+    assert scene.stops[-1].label.endswith(ending) and scene.title == title, scene.stops[-1].label
+    assert ending.split()[-1] in scene.svg()
+
+
+# ── watch
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_function_of_ones_own_is_watched(backend):
+    run = p101.watch(p.broken_ring_all_reduce, 3, backend=backend)
+    scene = run.animate()
+    assert scene.title == "Ring all-reduce" and len(scene.stops) == 4
+    assert scene.stops[-1].label.endswith("with the data of all 3 ranks in it once.")
+    assert run.animate("My ring").title == "My ring" and "receive" in run.timeline().svg()
+
+
+@pytest.mark.parametrize(("n", "numel"), [(2, 1), (3, 2), (5, 11), (1, 4), (18, 1)])
+def test_any_size_is_watched(n, numel):
+    run = p101.watch(p.broken_ring_all_reduce, n, numel=numel, backend="sim")
+    assert all(result.numel() == numel for result in run.results)
+    run.animate().svg()
+
+
+def test_shape_and_dtype_of_what_is_watched_and_a_function_that_returns_nothing():
+    size = {"shape": (2, 3), "dtype": torch.float64, "backend": "sim"}
+    run = p101.watch(lambda x: x.sum() * 0 + torch.tensor(x.shape), 2, **size)
+    assert [(result.tolist(), result.dtype) for result in run.results] == [
+        ([2, 3], torch.float64)
+    ] * 2
+    nothing = p101.watch(lambda x: p.broken_ring_all_reduce(x) and None, 2, numel=1, backend="sim")
+    assert nothing.animate().title == "All-reduce on two ranks"

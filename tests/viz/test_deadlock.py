@@ -44,11 +44,6 @@ def test_ranks_that_returned_and_receives_from_any_rank():
     assert "waits in barrier for ranks 2 and 3" in svg and "waits in recv from any rank" in svg
 
 
-def test_more_than_64_ranks_are_refused():
-    with pytest.raises(ValueError, match="65 ranks, and this picture can show up to 64"):
-        ring(65).picture()
-
-
 @pytest.mark.parametrize("n", [2, 7, 16])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_notes_are_below_the_rows_and_inside_the_picture(n, count):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 import pytest
-import torch
 
 import parallel101 as p101
 from parallel101.laboratory.viz.forward_backward import forward_backward_scene
@@ -42,11 +41,3 @@ def test_the_backward_run_starts_when_the_forward_run_has_ended(runs):
     assert "Every rank ends with all 3 chunks." in middle
     # two ranks, two rows, two steps
     assert {"Every rank ends with all 3 chunks.", "step"} < set(after) and after.count("2") == 4
-
-
-def test_a_run_whose_messages_carry_no_origin_is_refused(runs):
-    unknown = p101.launch(lambda: p101.all_gather(torch.ones(2)), world_size=3, backend="sim")
-    with pytest.raises(
-        ValueError, match=r"the backward run has no messages .* record it with parallel101\.watch"
-    ):
-        forward_backward_scene(runs[0], unknown)

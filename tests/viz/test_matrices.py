@@ -110,8 +110,3 @@ def test_sequence_parallel_has_other_collectives():
         "backward: reduce-scatter input gradient",
         "forward: reduce-scatter outputs",
     } <= set(told)
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="the layout has 0 different matrices: expected 1 to 24"):
-        matrices_scene({})

@@ -43,16 +43,3 @@ def test_the_figures_are_those_of_the_table():
     for rate in (node.bandwidth, 2 * node.bandwidth, H100.pcie_bandwidth, leaf.bandwidth):
         assert f"{rate / 1e9:g} GB/s" in words
     assert re.search(rf"\b{8e-9 * leaf.bandwidth / leaf.rails:g} Gbit/s", words)
-
-
-@pytest.mark.parametrize("chip", ["TPU v5e", "A100", "B200", "GB200"])
-def test_a_chip_that_it_cannot_draw(chip):
-    with pytest.raises(ValueError, match=chip):
-        node_scene(chip)
-
-
-def test_a_node_needs_one_rail_for_each_gpu():
-    node, leaf, _ = H100.links
-    shared = dataclasses.replace(H100, links=(node, dataclasses.replace(leaf, rails=4)))
-    with pytest.raises(ValueError, match="8 GPUs and 4 rails"):
-        node_scene(shared)

@@ -9,16 +9,14 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.analysis.overlap import seconds, union
 from parallel101.laboratory.analysis.pipeline_times import planned_times, recorded_times
+from parallel101.laboratory.record.events import EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.pipeline_timeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
-from parallel101.spans import wait_span
-from tests.viz.drawn import SVG, span, texts, titled
+from tests.viz.drawn import SVG, event, span, texts, titled
 
 SHAPES = [
     ("gpipe", 2, 4, 1),
@@ -45,57 +43,45 @@ def place(rect):
     return float(rect.get("x")), float(rect.get("x")) + float(rect.get("width"))
 
 
+def words(box) -> str:
+    return box.find(f"{SVG}title").text
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_every_slot_is_drawn_once_at_its_time(shape):
+def test_the_picture_is_the_schedule(shape):
     time = timed(*shape)
-    scene = time.timeline()
+    times, scene, scale = planned_times(time), time.timeline(), (RIGHT - LEFT) / time.makespan
     boxes = titled(scene, " of microbatch ")
-    named = Counter(
-        re.match(r"stage (\d+), (.*) of microbatch (\d+)", box.find(f"{SVG}title").text).groups()
-        for box in boxes
-    )
-    assert named == Counter(
+    named = (re.match(r"stage (\d+), (.*) of microbatch (\d+)", words(box)) for box in boxes)
+    assert Counter(found.groups() for found in named) == Counter(
         (str(a.stage), NAMES[a.kind], str(a.microbatch)) for _, a, _, _ in time.slots
     )
-    scale = (RIGHT - LEFT) / time.makespan
     drawn = sorted((place(box) for box in boxes), key=lambda p: p[0])
     expected = sorted((LEFT + slot.start * scale, LEFT + slot.end * scale) for slot in time.slots)
     for (left, right), (start, end) in zip(drawn, expected, strict=True):
         assert left == pytest.approx(start, abs=0.02) and end - 1.02 <= right <= end + 0.02
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_the_numbers_are_the_schedules(shape):
-    time = timed(*shape)
-    times, scene = planned_times(time), time.timeline()
-    assert (times.makespan, times.bubble_rate) == pytest.approx((time.makespan, time.bubble_rate))
-    assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
-    assert f"makespan {time.makespan:.4g} · bubble rate {100 * time.bubble_rate:.1f} %" in texts(
-        scene
-    )
-    assert scene.svg().count('class="f0 held"') == sum(time.peak_activations)
-    assert (
-        f"Activations held at most, by rank: {', '.join(map(str, time.peak_activations))}."
-        in scene.description
-    )
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_hatches_are_the_bubbles(shape):
-    time = timed(*shape)
-    times, scale = planned_times(time), (RIGHT - LEFT) / time.makespan
-    hatches = titled(time.timeline(), " waits: ")
+    # its numbers
+    peaks, rate = time.peak_activations, f"{100 * time.bubble_rate:.1f} %"
+    assert [times.peak(rank) for rank in times.ranks] == peaks
+    assert f"makespan {time.makespan:.4g} · bubble rate {rate}" in texts(scene)
+    assert f"held at most, by rank: {', '.join(map(str, peaks))}." in scene.description
+    # hatches are the bubbles
     for rank in times.ranks:
         of_rank = [slot for slot in time.slots if slot.rank == rank]
         extent = max(slot.end for slot in of_rank) - min(slot.start for slot in of_rank)
         idle = extent - sum(slot.end - slot.start for slot in of_rank)
-        mine = [place(h) for h in hatches if h.find(f"{SVG}title").text.startswith(f"rank {rank} ")]
-        assert sum(right - left for left, right in mine) == pytest.approx(
-            idle * scale, abs=0.02 * (1 + len(mine))
-        )
-        assert seconds(times.bubbles(rank)) == pytest.approx(idle)
-        for start, end in times.bubbles(rank):
-            assert not any(slot.start < end and slot.end > start for slot in of_rank)
+        hatches = [place(h) for h in titled(scene, f"rank {rank} waits: ")]
+        wide = sum(right - left for left, right in hatches)
+        assert wide == pytest.approx(idle * scale, abs=0.02 * (1 + len(hatches)))
+        assert not any(s.start < b and s.end > a for a, b in times.bubbles(rank) for s in of_rank)
+    # as it plays, the squares are the activations held
+    assert scene.svg(0.0).count("f0 held") == scene.svg().count("f0 held") == sum(peaks)
+    for part in (0.07, 0.31, 0.83):
+        before = [[n for t, n in times.held(r) if t <= part * time.makespan] for r in times.ranks]
+        playing = scene.svg(LEAD + SWEEP * part)
+        assert playing.count("f0 held") == sum(held[-1] for held in before if held)
+        (veil,) = re.findall(r'class="veil" transform="translate\(([\d.]+),', playing)
+        assert float(veil) == pytest.approx(LEFT + part * (RIGHT - LEFT), abs=0.1)
 
 
 def test_actions_that_are_computed_together_share_a_box():
@@ -117,36 +103,27 @@ def test_several_schedules_share_one_time_axis():
     gpipe, zb = timed("gpipe", 4, 8, 1), timed("zb-h1", 4, 8, 1)
     scene = pipeline_scene({"GPipe": gpipe, "ZB-H1": zb})
     assert {"GPipe", "ZB-H1", "4 ranks · 8 microbatches"} <= set(texts(scene))
+    single = pipeline_scene(timed("gpipe", 2, 1, 1))
+    assert "2 ranks · 1 microbatch" in texts(single)
     right = max(place(box)[1] for box in titled(scene, " of microbatch "))
     last = max(place(box)[1] for box in titled(scene, "weight gradient of"))
     assert (right - LEFT) / (RIGHT - LEFT) == pytest.approx(1.0, abs=0.01)
     assert (last - LEFT) / (RIGHT - LEFT) == pytest.approx(zb.makespan / gpipe.makespan, abs=0.01)
 
 
-def test_the_facts_of_one_microbatch_are_in_the_singular():
-    assert "2 ranks · 1 microbatch" in texts(pipeline_scene(timed("gpipe", 2, 1, 1)))
-
-
 def test_numbers_of_interleaved_schedules_can_be_read_and_do_not_touch():
     """Two stages on each of four ranks, drawn below 1F1B: the narrowest boxes of lesson 07."""
     pair = {
-        name: p101.schedule(name, stages=4, microbatches=8, chunks=chunks).time(
-            1 / chunks, 1 / chunks, 1 / chunks
-        )
+        name: p101.schedule(name, stages=4, microbatches=8, chunks=chunks).time(*3 * [1 / chunks])
         for name, chunks in (("1f1b", 1), ("interleaved", 2))
     }
     scene = pipeline_scene(pair)
-    boxes = titled(scene, " of microbatch ")
-    numbers = [
-        text
-        for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")
-        if text.get("class", "").startswith("b ") and text.get("class").endswith(" c")
-    ]
+    boxes, looks = titled(scene, " of microbatch "), re.compile(r"b .*c")
+    drawn = ET.fromstring(scene.svg()).iter(f"{SVG}text")
+    numbers = [text for text in drawn if looks.fullmatch(text.get("class", ""))]
     assert len(numbers) == len(boxes) == 4 * 8 * 2 * 3
-    for text, rect in zip(numbers, boxes):
-        left, right = place(rect)
-        size = float(text.get("font-size"))
-        assert size >= 10 and 0.7 * size + 1.5 < right - left
+    for text, (left, right) in zip(numbers, map(place, boxes)):
+        assert 10 <= (size := float(text.get("font-size"))) < (right - left - 1.5) / 0.7, size
 
 
 def test_stages_of_a_rank_differ_in_shade():
@@ -158,29 +135,6 @@ def test_stages_of_a_rank_differ_in_shade():
     assert shades == {"stage 0": {False}, "stage 1": {False}, "stage 2": {True}, "stage 3": {True}}
     assert "stages 0, 2" in texts(scene)
     assert any("Faded: its second stage." in text for text in texts(scene))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_as_it_plays_the_squares_are_the_activations_held(shape):
-    time = timed(*shape)
-    times, scene = planned_times(time), time.timeline()
-    assert (
-        scene.svg(0.0).count("f0 held")
-        == scene.svg().count("f0 held")
-        == sum(time.peak_activations)
-    )
-    for part in (0.07, 0.31, 0.52, 0.83):
-        now = part * time.makespan
-        held = sum(
-            ([count for moment, count in times.held(rank) if moment <= now] or [0])[-1]
-            for rank in times.ranks
-        )
-        assert scene.svg(LEAD + SWEEP * part).count("f0 held") == held
-        drawn = ET.fromstring(scene.svg(LEAD + SWEEP * part))
-        (veil,) = (rect for rect in drawn.iter(f"{SVG}rect") if rect.get("class") == "veil")
-        assert float(veil.get("transform")[10:].split(",")[0]) == pytest.approx(
-            LEFT + part * (RIGHT - LEFT), abs=0.1
-        )
 
 
 def test_each_stop_says_how_many_ranks_compute():
@@ -230,79 +184,22 @@ def test_panels_of_one_record_are_chosen_by_spans():
     assert {"slow", "fast"} <= set(texts(scene)) and len(titled(scene, " of microbatch ")) == 10
 
 
-def carried_out(schedule):
-    """Each action takes its time, and then sends what the neighbouring stage waits for."""
-    rank = dist.get_rank()
-    last, links, arriving, leaving = max(schedule.placement), {}, {}, []
-    seconds_of = {"F": 2.0, "B": 4.0, "I": 3.0, "W": 1.0}
-
-    def route(action):
-        """(stage that its result goes to, rank that has that stage), or None."""
-        stage = action.stage + (1 if action.kind == "F" else -1)
-        goes = action.kind != "W" and 0 <= stage <= last
-        return (stage, schedule.placement[stage]) if goes else None
-
-    for _, action in schedule.parts():
-        link = (min(action.stage, (route(action) or (-1, 0))[0]), action.kind == "F")
-        if route(action) and link not in links:
-            links[link] = dist.new_group([schedule.placement[link[0] + k] for k in (0, 1)])
-    for sender, action in schedule.parts():
-        if route(action) and route(action)[1] == rank != sender:
-            stage = route(action)[0]
-            link = links[min(action.stage, stage), action.kind == "F"]
-            arriving[stage, action.kind == "F", action.microbatch] = dist.irecv(
-                torch.empty(1), sender, link
-            )
-    for action in (action for actor, action in schedule.parts() if actor == rank):
-        work = arriving.pop((action.stage, action.kind == "F", action.microbatch), None)
-        if work is not None and action.kind != "W":
-            what = "activations" if action.kind == "F" else "gradients"
-            with wait_span(f"wait for {what}", microbatch=action.microbatch):
-                work.wait()
-        with p101.span(NAMES[action.kind], microbatch=action.microbatch, stage=action.stage):
-            p101.compute(seconds_of[action.kind])
-        if route(action) and route(action)[1] != rank:
-            link = links[min(action.stage, route(action)[0]), action.kind == "F"]
-            leaving.append(dist.isend(torch.zeros(1), route(action)[1], link))
-    for work in leaving:
-        work.wait()
-    p101.barrier()  # whose messages are not the pipeline's
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [shape for shape in SHAPES if shape[1] > 1],
-    ids=lambda shape: "-".join(map(str, shape)),
-)
-def test_a_run_of_a_schedule_draws_what_was_planned(shape):
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_a_record_with_the_times_of_a_schedule_draws_what_was_planned(shape):
     name, stages, microbatches, chunks = shape
-    schedule = p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    network = p101.Network(latency=0.0, bandwidth=float("inf"))
-    trace = p101.launch(
-        carried_out, schedule, world_size=stages, backend="sim", network=network
-    ).trace
-    planned, recorded = planned_times(schedule.time(2.0, 3.0, 1.0)), recorded_times(trace)
-    assert recorded.slots == planned.slots
-    assert [recorded.bubbles(rank) for rank in recorded.ranks] == [
-        planned.bubbles(rank) for rank in planned.ranks
+    made = p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    planned = planned_times(made.time(**COSTS))
+    group = EventGroup("pp", tuple(range(stages)), None)
+    events = [
+        span(s.rank, NAMES[s.kind], s.start, s.end, k, microbatch=s.microbatch, stage=s.stage)
+        for k, s in enumerate(planned.slots)
     ]
-    between = {
-        part
-        for rank, part in schedule.parts()
-        for other in (part.stage + 1,)
-        if schedule.placement.get(other, rank) != rank
-    }
-    assert len(recorded.messages) == 2 * len([part for part in between if part.kind == "F"])
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"the record has no pipeline: .*; its spans are: load\."):
-        pipeline_scene(Trace([span(0, "load", 0.0, 1.0)], 1, "sim"))
-    with pytest.raises(
-        ValueError, match=r"within='step': names of spans choose parts of one record"
-    ):
-        pipeline_scene(timed("1f1b", 2, 2, 1), "step")
-    with pytest.raises(ValueError, match="2 pipelines have 100 ranks together: expected 1 to 96"):
-        pipeline_scene(dict.fromkeys("ab", timed("1f1b", 50, 50, 1)))
-    with pytest.raises(ValueError, match="0 ranks together"):
-        pipeline_scene({})
+    for k, (src, dst, start, end) in enumerate(planned.messages):
+        for kind, rank, peer in (("send", src, dst), ("recv", dst, src)):
+            events.append(event(kind, rank, start, end, peer=peer, seq=k, group=group))
+    recorded = recorded_times(Trace(events, stages, "sim"))
+    assert recorded.slots == planned.slots
+    for rank in recorded.ranks:
+        assert recorded.bubbles(rank) == planned.bubbles(rank)
+        assert recorded.held(rank) == planned.held(rank)
+    assert len(recorded.messages) == len(planned.messages)

@@ -129,13 +129,6 @@ def test_a_right_program_of_ones():
     ] == [("a", (1, 0)), ("a", (0, 1))]
 
 
-def test_what_is_not_drawn():
-    with pytest.raises(ValueError, match="has 3 dims: expected one or two to draw"):
-        p101.sharding.run("x[B_X, T, D] → x[B, T, D]", torch.ones(2, 3, 4), mesh={"X": 2}).picture()
-    with pytest.raises(ValueError, match="the run has 17 ranks"):
-        p101.sharding.run("x[B_X] → x[B]", torch.ones(17), mesh={"X": 17}).picture()
-
-
 def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
     forgotten = p101.sharding.run(
         BOTH_CUT, A, B, mesh={"X": 2}, program=lambda a, b: a @ b

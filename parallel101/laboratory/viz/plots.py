@@ -153,7 +153,7 @@ def _draw(
         if last := max([*(curve.line or curve.points)], default=None):
             ends[i] = at(*last)[1]
     marked = sum(bool(curve.points) for curve in curves) > 1
-    for i, y in spread_out(ends).items():
+    for i, y in spread_out(ends, bottom - 4).items():
         if marked and curves[i].points:
             lines.path(f"M{right + 18:g} {y:.1f}{MARKERS[i]}", f"l{i} hollow")
         panel.write(curves[i].name, right + 14 + 14 * marked, y + 4, 13, f"b l{i}")
@@ -161,10 +161,10 @@ def _draw(
             panel.write(curves[i].value, end, y + 4, 13, "m e")
 
 
-def spread_out(heights: Mapping[int, float]) -> dict[int, float]:
+def spread_out(heights: Mapping[int, float], lowest: float) -> dict[int, float]:
     """Return where labels are: at these heights, and pushed apart if they would touch.
 
-    Labels that would touch are around the middle of their heights.
+    Labels that would touch are around the middle of their heights. None is below `lowest`.
     """
     groups: list[list[int]] = []
 
@@ -178,11 +178,12 @@ def spread_out(heights: Mapping[int, float]) -> dict[int, float]:
             if middle(below) - middle(above) >= APART * len(above + below) / 2:
                 break
             groups[-2:] = [above + below]
-    return {
-        i: middle(group) + APART * (k - (len(group) - 1) / 2)
-        for group in groups
-        for k, i in enumerate(group)
-    }
+    places: dict[int, float] = {}
+    for group in reversed(groups):
+        for k, i in reversed([*enumerate(group)]):
+            places[i] = min(middle(group) + APART * (k - (len(group) - 1) / 2), lowest)
+            lowest = places[i] - APART
+    return places
 
 
 def sweep(
