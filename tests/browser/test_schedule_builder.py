@@ -173,9 +173,7 @@ def ran(python: str) -> dict:
 def test_the_mouse_builds_a_schedule_that_python_runs(browser, builder, capsys):
     with_lists(browser, builder, [[], []])
     browser.js("document.querySelector('.board').scrollIntoView()")
-    browser.do(
-        *(button(a[0], int(a[1])) for a in ORDER)
-    )
+    browser.do(*(button(a[0], int(a[1])) for a in ORDER))
     browser.do("click document.querySelector('#copy-python')")
     browser.until("document.querySelector('#copied').textContent === 'Copied the Python.'")
     names = ran(browser.js(PYTHON))

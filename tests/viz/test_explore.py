@@ -308,7 +308,9 @@ WRONG = {
     "ranks=99: expected a whole number from 1 to 8": {"ranks": 99},
     r"ranks=2\.5: expected a whole number": {"ranks": 2.5},
     "numbers=48: expected a whole number from 1 to 40": {
-        **{"numbers": 48, "ranks": 16, "world": "sim"}
+        "numbers": 48,
+        "ranks": 16,
+        "world": "sim",
     },
     "root=4: expected a whole number from 0 to 3": {"root": 4},
 }
