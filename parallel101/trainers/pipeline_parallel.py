@@ -144,13 +144,14 @@ class Pipeline:
 
     def compute(self, action: Action) -> None:
         self.arrived = self.receive(action) if self.sizes[action.microbatch] else None
-        self.perform(action)
+        with span(NAMES[action.kind], microbatch=action.microbatch, stage=action.stage):
+            self.perform(action)
 
     def perform(self, action: Action) -> None:
         """Carry out an action whose input has arrived."""
         stage, kind, i = action[:3]
         arrived, self.arrived = self.arrived, None
-        with span(NAMES[kind], microbatch=i, stage=stage), self.synchronizing(action):
+        with self.synchronizing(action):
             if self.sizes[i] and kind == "F":
                 self.forward(stage, i, arrived)
             elif self.sizes[i] and kind == "W":

@@ -26,6 +26,7 @@ from parallel101.trainers.batches import Batch, call, cast, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
 from parallel101.trainers.losses import Losses, agree_on_loss, check_shares
 from parallel101.trainers.options import Trainer
+from parallel101.trainers.schedules.actions import Action
 
 
 def step(trainer: Trainer, inputs: Batch, targets: Batch = None) -> float:
@@ -117,14 +118,23 @@ class Accumulation:
     ):
         self.model, self.sync, self.microbatches = model, sync, microbatches
         self.autocast, self.always = autocast, always  # without samples, too: others send some here
+        self.actions = [Action(0, kind, i) for i in range(microbatches) for kind in "FB"]
+        self.loss: Tensor | None = None  # of the microbatch whose backward follows
 
     def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
         sizes = split_sizes(count_samples(inputs), self.microbatches)
-        for i, (x, y) in enumerate(zip(split(inputs, sizes), split(targets, sizes))):
-            with span("forward", microbatch=i):
-                loss = self.forward(x, y, losses)
-            with span("backward", microbatch=i):
-                self.backward(loss, last=i + 1 == len(sizes))
+        batches = list(zip(split(inputs, sizes), split(targets, sizes)))
+        for action in self.actions:
+            name = "forward" if action.kind == "F" else "backward"
+            with span(name, microbatch=action.microbatch):
+                self.perform(action, *batches[action.microbatch], losses)
+
+    def perform(self, action: Action, inputs: Batch, targets: Batch, losses: Losses) -> None:
+        """Carry out the forward or the backward of a microbatch."""
+        if action.kind == "F":
+            self.loss = self.forward(inputs, targets, losses)
+        else:
+            self.backward(last=action == self.actions[-1])
 
     def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
         samples = count_samples(inputs)
@@ -134,7 +144,8 @@ class Accumulation:
                 return losses.add(outputs, targets, samples)
             return losses.without_samples(outputs, targets) if self.always else None
 
-    def backward(self, loss: Tensor | None, last: bool) -> None:
+    def backward(self, last: bool) -> None:
+        loss, self.loss = self.loss, None
         with self.sync.backward(last=last):
             if loss is not None:
                 loss.backward()

@@ -14,9 +14,8 @@ tape's seconds pass, which is the same. Real are, for each stage,
     a forward behind a backward   and any other pair the first time, since an action may free what
                                   the one before it has kept
 
-Each action of a runner (trainers/pipeline_parallel.py, step.py) is carried out by its `perform`, or
-by `forward` and `backward`, which are replaced. The runner does everything else itself: it posts,
-waits and sends as always.
+Each action of a runner (trainers/pipeline_parallel.py, step.py) is carried out by its `perform`,
+which is replaced. The runner does everything else itself: it posts, waits and sends as always.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from torch import Tensor
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
-from parallel101.spans import Collective, current_collective, set_current_collective, span
+from parallel101.spans import Collective, current_collective, set_current_collective
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
 from parallel101.trainers.schedules.actions import Action
-from parallel101.trainers.step import Accumulation
 from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action
@@ -215,8 +213,8 @@ class TapeRecorder:
         self.at = self.rank.now()
         return True
 
-    def record(self, action: Action, work: Callable[[], Any]) -> tuple[Any, Tape]:
-        """Do the work of an action, and return its result and its tape.
+    def record(self, action: Action, work: Callable[[], None]) -> Tape:
+        """Do the work of an action, and return its tape.
 
         The tape of a final action isn't played, because gradients leave in it.
         """
@@ -228,7 +226,7 @@ class TapeRecorder:
         live, peak, gpu.peak = gpu.live, gpu.peak, gpu.live
         counted = gpu.flops, gpu.busy, gpu.kernels
         parts, weights = len(losses.parts), len(losses.weights)
-        result = work()
+        work()
         self.tape = None
         tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - began
         tape.live, tape.peak = gpu.live - live, gpu.peak - live
@@ -246,7 +244,7 @@ class TapeRecorder:
             for known in self.ways(key):
                 self.tapes[known] = tape
         self.count(key)
-        return result, tape
+        return tape
 
     # ── playing ──
 
@@ -298,21 +296,33 @@ class TapeRecorder:
 
 def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
     """Let the trainer run only some of its microbatches for real from now on."""
-    runner = trainer.runner
+    runner: Any = trainer.runner
     first, last = (3, 2) if trainer.data.options.zero_stage >= 2 else (2, 1)
-    if isinstance(runner, Pipeline):
-        actions, replace = runner.actions, replace_in_pipeline
-    else:
-        actions = [Action(0, kind, i) for i in range(runner.microbatches) for kind in "FB"]
-        replace = replace_in_accumulation  # type: ignore[assignment]
-    recorder, run = TapeRecorder(rank, gpu, *real_microbatches(actions, first, last)), runner.run
+    recorder = TapeRecorder(rank, gpu, *real_microbatches(runner.actions, first, last))
+    run, perform = runner.run, runner.perform
 
     def listen(inputs: Batch, targets: Batch, losses: Losses) -> None:
         with recorder.listening(losses):
             run(inputs, targets, losses)
 
-    runner.run = listen
-    replace(runner, recorder)
+    def perform_or_play(action: Action, *batch: Any) -> None:
+        sends = Action(action.stage, SENT.get(action.kind, ""), action.microbatch)
+        if recorder.is_real(action):
+            tape = recorder.record(action, partial(perform, action, *batch))
+            made = runner.results.get(sends) if isinstance(runner, Pipeline) else None
+            tape.sent = None if made is None else torch_private.uncounted_like(made)
+            return
+        with recorder.play(action[:2]) as tape:
+            made = None if tape.sent is None else torch.empty_like(tape.sent)
+            loss = tape.loss_again(recorder.losses)
+            if isinstance(runner, Pipeline):
+                if made is not None:
+                    runner.results[sends] = made
+                keep(runner, action, loss if made is None else made)
+            elif action.kind == "F":
+                runner.loss = loss
+
+    runner.run, runner.perform = listen, perform_or_play
 
 
 # by kind of an action, what sends its result
@@ -339,59 +349,15 @@ def real_microbatches(
     return real, final
 
 
-def replace_in_pipeline(runner: Pipeline, recorder: TapeRecorder) -> None:
-    """Replace how a pipeline carries out an action whose input has arrived."""
-    perform = runner.perform
-
-    def perform_or_play(action: Action) -> None:
-        stage, kind, i = action[:3]
-        sends = Action(stage, SENT.get(kind, ""), i)
-        if recorder.is_real(action):
-            _, tape = recorder.record(action, partial(perform, action))
-            made = runner.results.get(sends)
-            tape.sent = None if made is None else torch_private.uncounted_like(made)
-            return
-        with (
-            span(NAMES[kind], microbatch=i, stage=stage),
-            recorder.play((stage, kind)) as tape,
-        ):
-            made = None if tape.sent is None else torch.empty_like(tape.sent)
-            if made is not None:
-                runner.results[sends] = made
-            if kind == "F":
-                made = tape.loss_again(runner.losses) if made is None else made
-                x = runner.inputs[i] if runner.arrived is None else runner.arrived
-                later = WeightGradients(split=True) if (stage, i) in runner.split else None
-                runner.held[stage, i] = Held(x, made, later)  # type: ignore[arg-type]
-            elif kind == "W":
-                runner.later.pop((stage, i))
-            else:
-                weights = runner.held.pop((stage, i)).weights
-                if weights:
-                    runner.later[stage, i] = weights
-            runner.arrived = None
-
-    runner.perform = perform_or_play  # type: ignore[method-assign]
-
-
-def replace_in_accumulation(runner: Accumulation, recorder: TapeRecorder) -> None:
-    """Replace the forward of a microbatch, and its backward."""
-    forward, backward = runner.forward, runner.backward
-
-    def forward_or_play(inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
-        action = Action(0, "F", len(recorder.way_of))
-        if recorder.is_real(action):
-            return recorder.record(action, partial(forward, inputs, targets, losses))[0]
-        with recorder.play(action[:2]) as tape:
-            return tape.loss_again(losses)
-
-    def backward_or_play(loss: Tensor | None, last: bool) -> None:
-        action = Action(0, "B", len(recorder.way_of) - 1)
-        if recorder.is_real(action):
-            recorder.record(action, partial(backward, loss, last))
-        else:
-            with recorder.play(action[:2]):
-                pass
-
-    runner.forward = forward_or_play  # type: ignore[method-assign]
-    runner.backward = backward_or_play  # type: ignore[method-assign]
+def keep(runner: Pipeline, action: Action, made: Tensor | None) -> None:
+    """Keep what a played action of a pipeline has made as if it were real."""
+    stage, kind, i = action[:3]
+    if kind == "F":
+        x = runner.inputs[i] if runner.arrived is None else runner.arrived
+        later = WeightGradients(split=True) if (stage, i) in runner.split else None
+        runner.held[stage, i] = Held(x, made, later)  # type: ignore[arg-type]
+    elif kind == "W":
+        runner.later.pop((stage, i))
+    elif weights := runner.held.pop((stage, i)).weights:
+        runner.later[stage, i] = weights
+    runner.arrived = None
