@@ -32,19 +32,11 @@ def test_five_numbers_are_a_gpt():
 
 def test_the_config_of_a_llama_on_hugging_face_is_read(tmp_path):
     config = {  # of Llama 3 8B, as far as sizes go
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "rope_theta": 500000.0,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 128256,
+        "tie_word_embeddings": False, "attention_bias": False, "rope_theta": 500000.0,
+    }  # fmt: skip
     path = tmp_path / "llama-3-8b.json"
     path.write_text(json.dumps(config))
     assert shape_of_model(str(path)) == shape_of_model("llama-3-8b")

@@ -18,25 +18,15 @@ from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.layout_rules import why_not
 from parallel101.laboratory.planner.search import NoLayoutError, layout_text, most_of
-from parallel101.laboratory.planner.trainer_call import call_text
+from parallel101.laboratory.planner.trainer_call import as_text, call_text
 from parallel101.laboratory.planner.training_plan import samples
 
 GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
 SMALL = ModelShape(width=64, layers=2, heads=4, vocabulary=100, time=32)
-LLAMA = ModelShape(
-    width=64,
-    layers=6,
-    heads=4,
-    kv_heads=2,
-    vocabulary=101,
-    time=32,
-    feed_forward=96,
-    gated=True,
-    norm="rms",
-    biases=False,
-    positions="rotary",
-    tied=False,
-)
+LLAMA = dataclasses.replace(
+    SMALL, layers=6, kv_heads=2, vocabulary=101, feed_forward=96, gated=True, norm="rms",
+    biases=False, positions="rotary", tied=False,
+)  # fmt: skip
 
 
 def planned(shape=GPT, **options):
@@ -48,30 +38,20 @@ def planned(shape=GPT, **options):
 
 def all_layouts(shape, gpus, batch):
     """Every layout of this many GPUs, wherever the sizes divide each other, right or wrong."""
-    twos = [n for n in (1, 2, 4, 8, 16) if n <= gpus]
-    chunked = [1, *range(2, shape.layers + 1)]
-    for dp, tp, pp, cp in itertools.product(twos, repeat=4):
-        for microbatch, chunks in itertools.product((1, 2, 4, 8, 16), chunked):
-            if dp * tp * pp * cp != gpus or batch % (dp * microbatch):
-                continue
-            count = batch // dp // microbatch
-            if chunks > 1 and (pp == 1 or count % pp):
-                continue  # ParallelLayout refuses it
-            for zero, again, cut in itertools.product(range(4), ("none", "full"), (False, True)):
-                if (zero and dp * cp == 1) or (cut and tp == 1):
-                    continue
-                yield ParallelLayout(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    cp=cp,
-                    microbatch=microbatch,
-                    microbatches=count,
-                    chunks=chunks,
-                    zero_stage=zero,
-                    recompute=again,
-                    sequence_parallel=cut,
-                )
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= gpus]
+    kinds = range(4), ("none", "full"), (False, True)
+    for mesh in itertools.product(sizes, repeat=4):
+        dp, tp, pp, cp = mesh
+        for one, chunks in itertools.product((1, 2, 4, 8, 16), range(1, shape.layers + 1)):
+            count, rest = divmod(batch, dp * one)
+            if dp * tp * pp * cp != gpus or rest or (chunks > 1 and (pp == 1 or count % pp)):
+                continue  # ParallelLayout refuses chunks that don't fit
+            axes = dict(zip(("dp", "tp", "pp", "cp"), mesh))
+            of = ParallelLayout(**axes, microbatch=one, microbatches=count, chunks=chunks)
+            for zero, again, cut in itertools.product(*kinds):
+                if (dp * cp > 1 or not zero) and (tp > 1 or not cut):
+                    options = {"zero_stage": zero, "recompute": again, "sequence_parallel": cut}
+                    yield dataclasses.replace(of, **options)
 
 
 def test_the_best_is_the_best_of_all_and_the_others_follow():
@@ -144,23 +124,19 @@ def test_the_call_is_that_of_the_layout():
         dp=2, tp=2, pp=2, cp=2, microbatches=4, chunks=2, zero_stage=2, gradient_dtype="fp32",
         sequence_parallel=True, recompute="full", context="ulysses", overlap=False,
     )  # fmt: skip
-    text = call_text(LLAMA, dataclasses.replace(layout, chunks=3))
+    layout = dataclasses.replace(layout, chunks=3)
+    text = call_text(LLAMA, layout)
+    for name in ("zero_stage", "sequence_parallel", "recompute", "microbatches", "chunks"):
+        assert f"    {name}={as_text(getattr(layout, name))},\n" in text
     for part in (
-        "(2, 2, 2, 2)",
-        'mesh_dim_names=("pp", "dp", "cp", "tp")',
-        "zero_stage=2",
-        "sequence_parallel=True",
-        'recompute="full"',
-        'schedule="interleaved"',
-        "microbatches=4",
-        "chunks=3",
-        "layers_per_stage=[2, *[1] * 4, 3]",
-        "gradient_dtype=torch.float32",
         'context="ulysses"',
         "overlap=False",
+        "gradient_dtype=torch.float32",
         "kv_heads=2",
     ):
-        assert part in text, part
+        assert f"    {part},\n" in text
+    assert '(2, 2, 2, 2),\n    mesh_dim_names=("pp", "dp", "cp", "tp")' in text
+    assert 'schedule="interleaved"' in text and "layers_per_stage=[2, *[1] * 4, 3]" in text
     assert "pp" not in call_text(GPT, ParallelLayout(microbatches=3))
     assert "accumulate=3" in call_text(GPT, ParallelLayout(microbatches=3))
 

@@ -1,4 +1,4 @@
-"""The parts of a plan: layouts, what each costs, and why others were refused."""
+"""A plan: the best layouts, what each costs, and why others were refused."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
@@ -108,8 +108,14 @@ MEGATRON_ROWS = TABLES / "megatron_table1_three_rows.csv"
 VTRAIN_ROWS = TABLES / "vtrain_single_node_a100.csv"
 H100_ROWS = TABLES / "h100_runs.csv"
 VTRAIN_MARK = {"milliseconds", "dp"}  # columns by which its tables are known
-VTRAIN_NETWORK = 100e9  # bytes per second of a node: inter_node_bandwidth, 800 Gb/s
-GPT_VOCABULARY = {"vtrain": 50257, "megatron": 51200}
+# the columns that a table of this kind lacks
+MEGATRON = {"chunks": "1", "cp": "1", "nodes_of": "8", "time": "2048", "vocabulary": "51200"}
+MEGATRON |= {"kv_heads": "0", "feed_forward": "0", "zero_stage": "0", "device": "A100"}
+MEGATRON |= {"precision": "fp16-mixed", "recompute": "full", "dropout": "yes"}
+VTRAIN = MEGATRON | {"vocabulary": "50257", "node_gbps": "800", "overlap": "no"}
+PROFILE = VTRAIN | {"recompute": "none", "software": "vtrain profile"}  # of one node
+ON_H100 = MEGATRON | {"device": "H100", "attention": "fused", "dropout": "no", "overlap": "yes"}
+ON_H100 |= {"precision": "bf16-mixed", "gradient_dtype": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -248,27 +254,32 @@ def runs_of(values: Mapping[str, str], *, vtrain: bool) -> list[PublishedRun]:
     return [run_of(values, vtrain)]
 
 
-def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
+def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     """Return the run of a row, with the defaults of its kind of table."""
+    # the table of runs on H100 names its programs
+    values = {**(ON_H100 if "kind" in row else VTRAIN if vtrain else MEGATRON), **row}
 
-    def number(name: str, default: int | None = None) -> int:
-        text = values.get(name)
-        if text is None and default is not None:
-            return default
+    def number(name: str) -> int:
         try:
-            return int(float(text or ""))
-        except ValueError:
-            raise ValueError(f"{name}={text!r}: expected a number") from None
+            return int(float(values[name]))
+        except (KeyError, ValueError):
+            raise ValueError(f"{name}={values.get(name)!r}: expected a number") from None
 
-    tp, pp, cp = number("tp"), number("pp"), number("cp", 1)
-    gpus = number("gpus", tp * pp * cp * number("dp", 1))
-    dp = number("dp", gpus // (tp * pp * cp))
-    h100 = "kind" in values  # the table of runs on H100 names its programs
-    nodes_of = number("nodes_of", 8)
-    profile = vtrain and gpus <= nodes_of
-    recompute = recompute_word(values.get("recompute", "none" if profile else "full"))
-    sequence_parallel = is_yes(values.get("sequence_parallel", "no"))
-    software = chosen_software(values.get("software"), profile, sequence_parallel, recompute)
+    def yes(name: str) -> bool:
+        return values.get(name, "").lower() in ("yes", "true", "1", "on")
+
+    tp, pp, cp, nodes_of = (number(name) for name in ("tp", "pp", "cp", "nodes_of"))
+    gpus = number("gpus") if "gpus" in row else tp * pp * cp * (number("dp") if "dp" in row else 1)
+    dp = number("dp") if "dp" in row else gpus // (tp * pp * cp)
+    if vtrain and gpus <= nodes_of:
+        values = {**PROFILE, **row}
+    recompute = values["recompute"].lower()
+    if recompute not in ("full", "selective", "none"):
+        recompute = "full" if yes("recompute") else "none"
+    modern = recompute == "selective" or yes("sequence_parallel")
+    program = values.get("software", "megatron 2022" if modern else "megatron 2021")
+    if program.lower() not in SOFTWARE:
+        raise ValueError(f"software={program!r}: expected {' or '.join(map(repr, SOFTWARE))}")
     microbatch, batch = number("microbatch"), number("batch")
     if batch % (microbatch * dp):
         raise ValueError(f"batch={batch} isn't a multiple of microbatch · dp = {microbatch * dp}")
@@ -279,37 +290,33 @@ def run_of(values: Mapping[str, str], vtrain: bool) -> PublishedRun:
         cp=cp,
         microbatch=microbatch,
         microbatches=batch // (microbatch * dp),
-        chunks=number("chunks", 1),
-        zero_stage=number("zero_stage", 0),
+        chunks=number("chunks"),
+        zero_stage=number("zero_stage"),
         recompute=recompute,
-        sequence_parallel=sequence_parallel,
-        precision=values.get("precision", "bf16-mixed" if h100 else "fp16-mixed"),
-        gradient_dtype=values.get("gradient_dtype", "fp32" if h100 else None),
-        overlap=is_yes(values.get("overlap", "yes" if h100 or (pp == 1 and not vtrain) else "no")),
+        sequence_parallel=yes("sequence_parallel"),
+        precision=values["precision"],
+        gradient_dtype=values.get("gradient_dtype"),
+        overlap=yes("overlap") if "overlap" in values else pp == 1,
     )
-    fused = values.get("attention", "fused" if h100 else "").lower() in ("fused", "flash")
+    fused = values.get("attention", "").lower() in ("fused", "flash")
     shape = ModelShape(
         number("hidden"),
         number("layers"),
         number("heads"),
-        number("vocabulary", GPT_VOCABULARY["vtrain" if vtrain else "megatron"]),
-        number("time", 2048),
-        kv_heads=number("kv_heads", 0) or None,
-        feed_forward=number("feed_forward", 0) or None,
+        number("vocabulary"),
+        number("time"),
+        kv_heads=number("kv_heads") or None,
+        feed_forward=number("feed_forward") or None,
         attention="fused" if fused else "unfused",
-        dropout=is_yes(values.get("dropout", "no" if h100 else "yes")),
+        dropout=yes("dropout"),
+        **(LLAMA if values.get("kind", "").lower() == "llama" else {}),
     )
-    if values.get("kind", "gpt").lower() == "llama":
-        shape = replace(shape, **LLAMA)
-    network = VTRAIN_NETWORK if vtrain else None
-    if "node_gbps" in values:
-        network = number("node_gbps") / 8 * 1e9
-    chip = chip_of(values.get("device", "H100" if h100 else "A100"))
-    cluster = Cluster(chip, gpus, nodes_of, network=network)
+    network = number("node_gbps") / 8 * 1e9 if "node_gbps" in values else None
+    cluster = Cluster(chip_of(values["device"]), gpus, nodes_of, network=network)
     seconds = measured_seconds(values, shape, layout)
     name = values.get("name", f"{shape.parameters / 1e9:.1f}B")
-    used = values.get("used", "")
-    return PublishedRun(name, shape, layout, cluster, software, seconds, used)
+    software = SOFTWARE[program.lower()]
+    return PublishedRun(name, shape, layout, cluster, software, seconds, values.get("used", ""))
 
 
 def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: ParallelLayout) -> float:
@@ -330,28 +337,3 @@ def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: Paral
         "the row has no time: expected a column such as step_s, iteration time (ms), tokens_s_gpu "
         "or tflops_gpu"
     )
-
-
-def chosen_software(
-    text: str | None, profile: bool, sequence_parallel: bool, recompute: str
-) -> Software:
-    if text is not None:
-        if text.lower() not in SOFTWARE:
-            raise ValueError(f"software={text!r}: expected {' or '.join(map(repr, SOFTWARE))}")
-        return SOFTWARE[text.lower()]
-    if profile:
-        return VTRAIN_PROFILE
-    modern = sequence_parallel or recompute == "selective"
-    return MEGATRON_2022 if modern else MEGATRON_2021
-
-
-def recompute_word(text: str) -> str:
-    """Return "full", "selective" or "none" for the words that tables use."""
-    word = text.lower()
-    if word in ("full", "selective", "none"):
-        return word
-    return "full" if is_yes(word) else "none"
-
-
-def is_yes(text: str) -> bool:
-    return text.lower() in ("yes", "true", "1", "on")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -31,28 +30,13 @@ from parallel101.laboratory.planner.layout_rules import (
     meshes_of,
     why_not_mesh,
 )
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, most_of
+from parallel101.laboratory.planner.planned_layout import (
+    PlannedLayout,
+    RankedLayouts,
+    WhyNot,
+    most_of,
+)
 from parallel101.laboratory.record.units import decimal_bytes
-
-
-@dataclass
-class Found:
-    """The result of a search.
-
-    Attributes:
-        best: the fastest layouts that fit, fastest first.
-        tried: how many layouts the trainer would accept.
-        too_large: how many of them would be faster than the last of `best`, and don't fit.
-        smallest: of those, the one that needs the least memory on its fullest GPU, and its bytes.
-        meshes, layouts: what was refused for other reasons.
-    """
-
-    best: list[PlannedLayout] = field(default_factory=list)
-    tried: int = 0
-    too_large: int = 0
-    smallest: tuple[float, ParallelLayout] | None = None
-    meshes: Refusals = field(default_factory=list)
-    layouts: Refusals = field(default_factory=list)
 
 
 class NoLayoutError(ValueError):
@@ -75,7 +59,7 @@ def search(
     every: bool = False,
     software: Software = TRAINERS,
     progress: bool = True,
-) -> Found:
+) -> RankedLayouts:
     """Return the `top` fastest layouts that fit, one of each mesh, and why others were refused.
 
     All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
@@ -87,17 +71,20 @@ def search(
         every: several layouts of a mesh, too.
         software: TRAINERS, or OWN_RING.
         progress: show a bar, if it takes longer than a second.
+
+    Raises NoLayoutError if none fits.
     """
-    found = Found()
-    meshes = list(meshes_of(shape, cluster, batch, fixed, found.meshes))
+    of_meshes: Refusals = []
+    of_layouts: Refusals = []
+    meshes = list(meshes_of(shape, cluster, batch, fixed, of_meshes))
     timed = [
         (step_time(shape, layout, cluster, software=software), layout)
         for mesh in bar(meshes, "layouts of each mesh", progress)
-        for layout in layouts_of(shape, mesh, batch, fixed, found.layouts)
+        for layout in layouts_of(shape, mesh, batch, fixed, of_layouts)
     ]
-    found.tried = len(timed)
     timed.sort(key=lambda pair: pair[0].seconds)
     best: dict[Any, PlannedLayout] = {}  # by mesh
+    too_large: list[tuple[float, ParallelLayout]] = []  # faster than the last of `best`
     slowest = 0.0
     for time, layout in bar(timed, "memory of each layout", progress):
         if len(best) >= top and time.seconds > slowest:
@@ -112,11 +99,25 @@ def search(
             if key not in best or evaluated.most < best[key].most:
                 best[key] = evaluated
         else:
-            found.too_large += 1
-            if found.smallest is None or evaluated.most < found.smallest[0]:
-                found.smallest = evaluated.most, layout
-    found.best = sorted(best.values(), key=lambda one: (one.time.seconds, one.most))[:top]
-    return found
+            too_large.append((evaluated.most, layout))
+    why_not = [*counted(of_meshes, "meshes"), *counted(of_layouts, "layouts")]
+    most, smallest = min(too_large, key=lambda pair: pair[0], default=(0.0, None))
+    if smallest:
+        reason = "fast enough, and don't fit"
+        why_not.append(WhyNot(reason, len(too_large), "layouts", smallest))
+    layouts = sorted(best.values(), key=lambda one: (one.time.seconds, one.most))[:top]
+    chosen = {key: value for key, value in fixed.items() if key != "precision"}
+    plan = RankedLayouts(shape, cluster, batch, tuple(layouts), len(timed), tuple(why_not), chosen)
+    if not layouts:
+        raise nothing_fits(plan, most)
+    return plan
+
+
+def counted(refused: Refusals, of: str) -> list[WhyNot]:
+    """Return how many were refused for each reason, the most frequent first."""
+    first = dict(reversed(refused))  # of each reason
+    counts = Counter(reason for reason, _ in refused)
+    return [WhyNot(reason, count, of, first[reason]) for reason, count in counts.most_common()]
 
 
 def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
@@ -127,24 +128,25 @@ def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
 # ── if nothing fits ──
 
 
-def nothing_fits(
-    shape: ModelShape, cluster: Cluster, batch: int, fixed: Mapping[str, Any], found: Found
-) -> NoLayoutError:
-    """Return the error that says what is missing, and how many GPUs would do."""
+def nothing_fits(plan: RankedLayouts, most: float) -> NoLayoutError:
+    """Return the error that says what is missing, and how many GPUs would do.
+
+    Args: most: the bytes of the smallest layout, the last of plan.why_not; 0 if there is none.
+    """
+    shape, cluster, batch = plan.shape, plan.cluster, plan.batch
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
-    name = shape.name or "the model"
-    if found.smallest is None:
-        counts = Counter(reason for reason, _ in [*found.meshes, *found.layouts])
-        why = "; ".join(f"{reason} ({count:,}×)" for reason, count in counts.items())
+    name, fixed = shape.name or "the model", said(plan.fixed)
+    if not most:
+        why = "; ".join(f"{row.reason} ({row.count:,}×)" for row in plan.why_not)
         why = why or "the sizes of the axes don't multiply to the GPUs"
         return NoLayoutError(
-            f"{name} can't be laid out on {where} with {batch:,} samples a step"
-            f"{said(fixed)}: {why}. Expected numbers that divide each other: change the number of "
-            "GPUs, the batch, or what the layout fixes"
+            f"{name} can't be laid out on {where} with {batch:,} samples a step{fixed}: {why}. "
+            "Expected numbers that divide each other: change the number of GPUs, the batch, or "
+            "what the layout fixes"
         )
-    most, layout = found.smallest
-    have = cluster.memory_bytes
-    least = smallest_gpus(shape, cluster, batch, fixed)
+    have, refused = cluster.memory_bytes, plan.why_not[-1]
+    kept = {**plan.fixed, "precision": refused.example.precision}
+    least = smallest_gpus(shape, cluster, batch, kept)
     advice = (
         f"The smallest number of GPUs that would do is {least:,}"
         if least is not None
@@ -152,9 +154,9 @@ def nothing_fits(
         "less of the layout"
     )
     return NoLayoutError(
-        f"{name} fits on {where} with {decimal_bytes(have)} each in none of "
-        f"{found.too_large:,} layouts{said(fixed)}. The smallest needs {decimal_bytes(most)}, "
-        f"{decimal_bytes(most - have)} more than there is: {layout_text(layout)}. {advice}",
+        f"{name} fits on {where} with {decimal_bytes(have)} each in none of {refused.count:,} "
+        f"layouts{fixed}. The smallest needs {decimal_bytes(most)}, {decimal_bytes(most - have)} "
+        f"more than there is: {layout_text(refused.example)}. {advice}",
         least,
     )
 

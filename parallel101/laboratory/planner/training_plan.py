@@ -13,7 +13,6 @@ are run on virtual GPUs, by the trainer itself (simulated_step.py).
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,8 +25,8 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING, TRAINERS
 from parallel101.laboratory.planner.known_models import batch_of_model, shape_of_model
 from parallel101.laboratory.planner.layout_rules import KEYS, check_fixed
-from parallel101.laboratory.planner.planned_layout import RankedLayouts, WhyNot
-from parallel101.laboratory.planner.search import Found, bar, nothing_fits, search
+from parallel101.laboratory.planner.planned_layout import RankedLayouts
+from parallel101.laboratory.planner.search import bar, search
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
 
@@ -155,19 +154,12 @@ def plan(
             raise ValueError(f"{what}={count!r}: expected a whole number, {least} or more")
     if ring not in RINGS:
         raise ValueError(f"ring={ring!r}: expected {' or '.join(map(repr, RINGS))}")
-    fixed = {"precision": precision, **fixed_fields(layout)}
-    fixed = check_fixed(fixed)
-    batch = samples(shape, name, batch_tokens, fixed)
-    software = RINGS[ring]
+    fixed = check_fixed({"precision": precision, **fixed_fields(layout)})
+    batch, software = samples(shape, name, batch_tokens, fixed), RINGS[ring]
     found = search(
         shape, cluster, batch, fixed, top=top, every=every, software=software, progress=progress
     )
-    fixed = {key: value for key, value in fixed.items() if key != "precision"}
-    if not found.best:
-        raise nothing_fits(shape, cluster, batch, fixed, found)
-    best = tuple(found.best)
-    planned = TrainingPlan(shape, cluster, batch, best, found.tried, why_not_of(found), fixed)
-    return planned.simulate(simulate, progress)
+    return TrainingPlan(**vars(found)).simulate(simulate, progress)
 
 
 def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
@@ -198,16 +190,3 @@ def samples(
             f"expected a multiple, such as {' or '.join(f'{n:,}' for n in near)}"
         )
     return whole
-
-
-def why_not_of(found: Found) -> tuple[WhyNot, ...]:
-    rows = []
-    for what, refused in (("meshes", found.meshes), ("layouts", found.layouts)):
-        first = dict(reversed(refused))  # of each reason
-        for reason, count in Counter(reason for reason, _ in refused).most_common():
-            rows.append(WhyNot(reason, count, what, first[reason]))
-    if found.smallest is not None:
-        rows.append(
-            WhyNot("fast enough, and don't fit", found.too_large, "layouts", found.smallest[1])
-        )
-    return tuple(rows)
