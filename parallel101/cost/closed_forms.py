@@ -123,52 +123,50 @@ FOLDED: dict[tuple[str, str], Callable[[int, int, int, int], tuple[int, int, int
 }
 
 
-def no_form(p: int, n: int, b: int) -> None:
-    """Say that there is no simple form."""
-
-
-# On rings: (steps, path) by operation and algorithm, where they differ from those on a switch.
+# On rings: steps, …, path by operation and algorithm, where they differ from those on a switch.
 # None: there is no simple form, because the cost depends on the order in which messages of several
 # rounds reach a link. Counted from the code, like the forms with ⌈⌉ above.
-RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, int] | None]]] = {
+RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, ...] | None] | None]] = {
     "ring": {
-        ("broadcast", "flat"): lambda p, n, b: each(p // 2, n),  # the root's two links work at once
-        ("scatter", "flat"): lambda p, n, b: each(p // 2, b),
-        ("gather", "flat"): lambda p, n, b: each(p // 2, b),
-        ("all_gather", "direct"): lambda p, n, b: each(all_pairs(p), b),
-        ("all_gather", "bidirectional_ring"): lambda p, n, b: each(p // 2, b),
-        ("all_gather", "recursive_doubling"): no_form,
-        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b) if power_of_two(p) else None,
-        ("all_reduce", "recursive_doubling"): no_form,
-        ("all_to_all", "direct"): lambda p, n, b: each(all_pairs(p), b),
-        ("all_to_all", "pairwise"): lambda p, n, b: each(sum(load(d, p) for d in range(1, p)), b),
-        ("all_to_all", "bruck"): no_form,
-        ("barrier", "dissemination"): no_form,
+        ("broadcast", "flat"): lambda p, n, b: alike(
+            p // 2, n
+        ),  # the root's two links work at once
+        ("scatter", "flat"): lambda p, n, b: alike(p // 2, b),
+        ("gather", "flat"): lambda p, n, b: alike(p // 2, b),
+        ("all_gather", "direct"): lambda p, n, b: alike(all_pairs(p), b),
+        ("all_gather", "bidirectional_ring"): lambda p, n, b: alike(p // 2, b),
+        ("all_gather", "recursive_doubling"): None,
+        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b, load) if power_of_two(p) else None,
+        ("all_reduce", "recursive_doubling"): None,
+        ("all_to_all", "direct"): lambda p, n, b: alike(all_pairs(p), b),
+        ("all_to_all", "pairwise"): lambda p, n, b: alike(sum(load(d, p) for d in range(1, p)), b),
+        ("all_to_all", "bruck"): None,
+        ("barrier", "dissemination"): None,
     },
     "one_way_ring": {  # to a rank d places to the left it is p − d to the right
         ("gather", "binomial"): lambda p, n, b: (p - 1, ones(p) * b),
-        ("reduce", "binomial"): lambda p, n, b: each(p - 1, n),
+        ("reduce", "binomial"): lambda p, n, b: alike(p - 1, n),
         ("reduce", "pipelined_chain"): lambda p, n, b, segment_bytes=None: (
             (p - 1) * -(-n // segment_size(p, n, segment_bytes)),
             (p - 1) * n,
         ),
         ("reduce", "reduce_scatter_gather"): lambda p, n, b: (2 * (p - 1), (p - 1 + ones(p)) * b),
-        ("all_gather", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
-        ("all_gather", "bidirectional_ring"): lambda p, n, b: each(
+        ("all_gather", "direct"): lambda p, n, b: alike(p * (p - 1) // 2, b),
+        ("all_gather", "bidirectional_ring"): lambda p, n, b: alike(
             p // 2 + (p - 1) // 2 * (p - 1), b
         ),
         ("all_gather", "recursive_doubling"): lambda p, n, b: (
             (p * lg_up(p) // 2, p * (p - 1) // 2 * b) if power_of_two(p) else None
         ),
-        ("all_gather", "bruck"): lambda p, n, b: one_way_bruck(p, b),
-        ("all_reduce", "reduce_broadcast"): lambda p, n, b: each(p - 1 + lg_up(p), n),
+        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b, lambda d, p: p - d),
+        ("all_reduce", "reduce_broadcast"): lambda p, n, b: alike(p - 1 + lg_up(p), n),
         ("all_reduce", "recursive_doubling"): lambda p, n, b: (
-            each(p * lg_up(p) // 2, n) if power_of_two(p) else None
+            alike(p * lg_up(p) // 2, n) if power_of_two(p) else None
         ),
-        ("all_to_all", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
-        ("all_to_all", "pairwise"): lambda p, n, b: each(p * (p - 1) // 2, b),
+        ("all_to_all", "direct"): lambda p, n, b: alike(p * (p - 1) // 2, b),
+        ("all_to_all", "pairwise"): lambda p, n, b: alike(p * (p - 1) // 2, b),
         ("all_to_all", "bruck"): lambda p, n, b: ((1 << lg_up(p)) - 1, p * (p - 1) // 2 * b),
-        ("barrier", "dissemination"): lambda p, n, b: each((1 << lg_up(p)) - 1, 1),
+        ("barrier", "dissemination"): lambda p, n, b: alike((1 << lg_up(p)) - 1, 1),
     },
 }
 # a reduce-scatter is an all-gather backwards, and an all-reduce both
@@ -179,7 +177,7 @@ for _forms in RINGS.values():
         ("recursive_doubling", "recursive_halving", "rabenseifner"),
     ):
         _form = _forms["reduce_scatter", _scatter] = _forms["all_gather", _gather]
-        _forms["all_reduce", _both] = partial(twice, _form)
+        _forms["all_reduce", _both] = _form and partial(twice, _form)
 
 
 def closed_form(
@@ -235,14 +233,15 @@ def closed_form(
         cost = Cost(*fold(sent_by_rank_0(p), lg_down(p), nbytes, nbytes // p))
     if links == "switch" or (operation, algorithm) not in RINGS[links]:
         return cost
-    form = RINGS[links][operation, algorithm](p, nbytes, nbytes // p, **options)
-    if form is None:
+    form = RINGS[links][operation, algorithm]
+    on_ring = form and form(p, nbytes, nbytes // p, **options)
+    if on_ring is None:
         raise ValueError(
             f"{operation} by {algorithm} has no simple closed form on links={links!r} for "
             f"p={p}: run it on backend='sim' and read "
             "run.trace.makespan. Each rank sends as many bytes as on a switch"
         )
-    return cost._replace(steps=form[0], path=form[1])
+    return cost._replace(steps=on_ring[0], path=on_ring[-1])
 
 
 def ring_cost(operation: str, p: int, nbytes: float) -> Cost:
@@ -294,11 +293,6 @@ def ones(p: int) -> int:
     return sum(j.bit_count() for j in range(p))
 
 
-def each(n: int, nbytes: int) -> tuple[int, int]:
-    """Return the cost of n steps of `nbytes` bytes."""
-    return n, n * nbytes
-
-
 def load(d: int, p: int) -> int:
     """Return the messages on the busiest link of a ring if every rank sends d places to the right.
 
@@ -312,20 +306,12 @@ def all_pairs(p: int) -> int:
     return -(-(p * p - 1) // 8)
 
 
-def bruck(p: int, n: int) -> tuple[int, int]:
+def bruck(p: int, n: int, hops: Callable[[int, int], int]) -> tuple[int, int]:
     """Return the cost if every rank sends 1, 2, 4, … blocks of n bytes as many places to the left.
 
-    Only for powers of two.
+    The last message has only the blocks that are missing.
+
+    Args: hops: of the messages over the busiest link, if all ranks send d places to the left.
     """
     widths = [1 << k for k in range(lg_up(p))]
-    return sum(load(w, p) for w in widths), sum(w * load(w, p) for w in widths) * n
-
-
-def one_way_bruck(p: int, n: int) -> tuple[int, int]:
-    """Return the cost of Bruck's all-gather if messages go to the right only.
-
-    1, 2, 4, … places to the left are p − 1, p − 2, … to the right. The last message has only the
-    blocks that are missing.
-    """
-    widths = [1 << k for k in range(lg_up(p))]
-    return sum(p - w for w in widths), sum((p - w) * min(w, p - w) for w in widths) * n
+    return sum(hops(w, p) for w in widths), sum(hops(w, p) * min(w, p - w) for w in widths) * n

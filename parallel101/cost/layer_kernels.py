@@ -19,8 +19,16 @@ models/gpt.py and models/llama.py on a virtual GPU.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.model_shape import ModelShape, expert_parameters, linears
+from parallel101.cost.model_shape import (
+    ModelShape,
+    count_arrays,
+    expert_parameters,
+    linears,
+    rank_parameters,
+)
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import Software
 
@@ -32,19 +40,31 @@ Products = list[tuple[int, int, int, int]]  # m, n, k, batch: `batch` products (
 Row = tuple[bool, list[float], list[float]]
 
 
+@dataclass(eq=False)
 class RankWork:
     """What a rank computes of a model, and with what; and the sizes named in this file's docstring.
 
     Attributes:
+        part, layers, first, last: its number of layers; whether it has the embedding, and the head.
+        parameters, arrays: how many it has.
+        ranks: along dp, cp and ep, which sum gradients.
         ring: whether attention is ring attention.
         beside: over how many ranks tp cuts the embedding and the head.
     """
 
-    def __init__(
-        self, shape: ModelShape, cluster: Cluster, layout: ParallelLayout, software: Software
-    ):
-        self.shape, self.cluster, self.layout, self.software = shape, cluster, layout, software
+    shape: ModelShape
+    cluster: Cluster
+    layout: ParallelLayout
+    software: Software
+    part: tuple[int, bool, bool] = (1, True, True)
+
+    def __post_init__(self) -> None:
+        shape, layout, part = self.shape, self.layout, self.part
+        self.layers, self.first, self.last = part
         tp, cp = layout.tp, layout.cp
+        self.parameters = rank_parameters(shape, tp, layout.ep, *part)
+        self.arrays = count_arrays(shape, tp, layout.ep, *part)
+        self.ranks = layout.dp * cp * layout.ep
         self.e, self.ring = layout.itemsize, cp > 1 and layout.context != "ulysses"
         self.beside = shape.tp_beside_attention(tp)
         self.tokens = tokens = layout.microbatch * shape.time // cp

@@ -24,13 +24,13 @@ from parallel101.cost.cluster import (
     all_reduce_seconds,
     send_seconds,
 )
+from parallel101.cost.layer_kernels import RankWork
 from parallel101.cost.layer_seconds import Pass, Seconds, seconds_of_parts
 from parallel101.cost.model_shape import ModelShape, hardware_flops, model_flops, table_parameters
 from parallel101.cost.parallel_layout import ParallelLayout, stage_layers
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.update_seconds import (
     GradientSeconds,
-    ModelPart,
     accumulation_seconds,
     gradient_seconds,
     optimizer_seconds,
@@ -122,31 +122,30 @@ def step_time(
     P, M = layout.pp, layout.microbatches
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
-    stages = [ModelPart(shape, sum(layers[rank::P]), rank == 0, rank == P - 1) for rank in range(P)]
-    kinds: dict[ModelPart, RankSeconds] = {}  # most ranks are alike
+    stages = [(sum(layers[rank::P]), rank == 0, rank == P - 1) for rank in range(P)]
+    kinds: dict[tuple[int, bool, bool], RankSeconds] = {}  # most ranks are alike
     for stage in stages:
         if stage not in kinds:
-            one = together(*of_model, *stage[1:])
-            added, moved = accumulation_seconds(layout, cluster, software, stage)
-            passes = one.forward.total, one.backward.total + moved
-            waits = gradient_seconds(layout, cluster, software, stage, *passes)
-            kinds[stage] = RankSeconds(stage, one, one.seconds, added, moved, waits)
+            of, one = RankWork(shape, cluster, layout, software, stage), together(*of_model, *stage)
+            added, moved = accumulation_seconds(of)
+            waits = gradient_seconds(of, one.forward.total, one.backward.total + moved)
+            kinds[stage] = RankSeconds(of, one, one.seconds, added, moved, waits)
     ranks = [kinds[stage] for stage in stages]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     of_rank = [rank.seconds for rank in ranks]
     busy = slowest.one.both
     sends = M if layout.zero_stage >= 2 else 1
-    dp, moved_elsewhere = waiting_for_gradients(layout, software, ranks, slowest)
+    dp, moved_elsewhere = waiting_for_gradients(ranks, slowest)
     # LIMITS has the parts in the order of Seconds' fields
     parts = {name: M * seconds for name, seconds in zip(LIMITS, busy)}
     parts["memory-bound"] += slowest.added + sends * slowest.moved
     if not busy.host:
         del parts["host"]
-    parts["pp"] = pipeline_seconds(shape, layout, cluster, software, of_rank)
+    parts["pp"] = pipeline_seconds(slowest.of, of_rank)
     parts["dp"] = dp
     others = sum(of_rank) - slowest.seconds
     parts["bubble"] = bubble_seconds(layout, others, slowest.one) + moved_elsewhere
-    parts["optimizer"] = optimizer_seconds(layout, cluster, software, slowest.stage)
+    parts["optimizer"] = optimizer_seconds(slowest.of)
     return StepTime(
         parts,
         model_flops=model_flops(shape, layout.batch),
@@ -200,7 +199,7 @@ def together(
 class RankSeconds(NamedTuple):
     """The seconds of a microbatch on a rank, and of adding up, moving and summing gradients."""
 
-    stage: ModelPart
+    of: RankWork
     one: Pass
     seconds: float  # of both passes
     added: float
@@ -208,17 +207,15 @@ class RankSeconds(NamedTuple):
     waits: GradientSeconds
 
 
-def waiting_for_gradients(
-    layout: ParallelLayout, software: Software, ranks: list[RankSeconds], slowest: RankSeconds
-) -> tuple[float, float]:
+def waiting_for_gradients(ranks: list[RankSeconds], slowest: RankSeconds) -> tuple[float, float]:
     """Return the exposed seconds along dp, and those in which other stages fill buckets.
 
     The last microbatch's backward goes through one stage after the other, and on each it waits for
     messages of the stage's own gradients, which are first moved to buckets. The slowest rank waits
     for all of them.
     """
-    mine, others = slowest.waits, [*ranks]
-    if len(ranks) == 1 or not software.buckets:
+    mine, others, layout = slowest.waits, [*ranks], slowest.of.layout
+    if len(ranks) == 1 or not slowest.of.software.buckets:
         return sum(mine), 0.0
     others.remove(slowest)
     parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
@@ -241,13 +238,7 @@ def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
     return others / layout.chunks * (1 - saved / (forward + backward))
 
 
-def pipeline_seconds(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    cluster: Cluster,
-    software: Software,
-    of_rank: list[float],
-) -> float:
+def pipeline_seconds(of: RankWork, of_rank: list[float]) -> float:
     """Return the exposed seconds of messages between stages, and of a tied embedding's sum.
 
     The sum is that of the tied embedding's gradient over the first and the last stage.
@@ -260,6 +251,7 @@ def pipeline_seconds(
     Args:
         of_rank: seconds of one microbatch, forward and backward, on each rank.
     """
+    shape, layout, cluster, software = of.shape, of.layout, of.cluster, of.software
     if layout.pp == 1:
         return 0.0
     stride, P = layout.strides["pp"], layout.pp

@@ -21,63 +21,41 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from parallel101.cost.cluster import Cluster, all_gather_seconds
+from parallel101.cost.cluster import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
+from parallel101.cost.layer_kernels import RankWork
 from parallel101.cost.layer_seconds import beside
 from parallel101.cost.model_shape import (
     Gradients,
     ModelShape,
     Parts,
-    count_arrays,
     expert_parameters,
     layer_parameters,
-    rank_parameters,
     size_of,
     stage_arrays,
 )
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
-from parallel101.cost.software import Software
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
 
 
-class ModelPart(NamedTuple):
-    """The part of a model on one rank: some layers, and maybe the embedding and the head."""
-
-    shape: ModelShape
-    layers: int
-    first: bool
-    last: bool
-
-    def parameters(self, layout: ParallelLayout) -> float:
-        return rank_parameters(self.shape, layout.tp, layout.ep, *self[1:])
-
-    def arrays(self, layout: ParallelLayout) -> int:
-        return count_arrays(self.shape, layout.tp, layout.ep, *self[1:])
-
-
-def accumulation_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, stage: ModelPart
-) -> tuple[float, float]:
+def accumulation_seconds(of: RankWork) -> tuple[float, float]:
     """Return the seconds of adding up the microbatches' gradients, and of sending them once.
 
     Sending counts the kernels that move gradients to the arrays in which they are sent, and that
     add what other ranks send; not the messages.
     """
-    if software.accumulation == "fused":
+    layout, chip, launch, ranks = of.layout, of.cluster.chip, of.cluster.kernels.launch, of.ranks
+    if of.software.accumulation == "fused":
         return 0.0, 0.0
-    parameters, launch = stage.parameters(layout), cluster.kernels.launch
-    size, weight = layout.gradient_itemsize, layout.itemsize
-    added = memory_seconds(cluster.chip, parameters * (weight + 2 * size))
-    if software.accumulation == "each":
+    size = layout.gradient_itemsize
+    added = memory_seconds(chip, of.parameters * (of.e + 2 * size))
+    if of.software.accumulation == "each":
         return layout.microbatches * added, 0.0
-    added += (stage.arrays(layout) - 1) * launch
-    ranks = layout.dp * layout.cp * layout.ep
-    moved = parameters * (weight + size + 3 * size * (ranks - 1) / ranks)
-    moving = memory_seconds(cluster.chip, moved) + messages_of(layout, software, stage) * (
-        (ranks - 2) * launch
-    )
+    added += (of.arrays - 1) * launch
     again = layout.microbatches - 1 if layout.zero_stage < 2 else 0  # ZeRO 2 and 3 send each
+    moved = of.parameters * (of.e + size + 3 * size * (ranks - 1) / ranks)
+    moving = memory_seconds(chip, moved) + messages_of(of) * (ranks - 2) * launch
     return again * added, moving if ranks > 1 else 0.0
 
 
@@ -89,36 +67,35 @@ class GradientSeconds(NamedTuple):
     after: float = 0.0
 
 
-def messages_of(layout: ParallelLayout, software: Software, stage: ModelPart) -> int:
+def messages_of(of: RankWork) -> int:
     """Return the number of messages in which the gradients of a rank travel along dp."""
-    if layout.zero_stage == 3:
-        return (stage.layers + stage.last) * (2 if sent_apart(layout) else 1) + stage.first
-    if not software.buckets:
-        return 1
-    return len(buckets_of(layout, stage))
+    if of.layout.zero_stage == 3:
+        return (of.layers + of.last) * (2 if sent_apart(of.layout) else 1) + of.first
+    return len(buckets_of(of)) if of.software.buckets else 1
 
 
 def sent_apart(layout: ParallelLayout) -> bool:
     return layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
 
 
-def buckets_of(layout: ParallelLayout, stage: ModelPart) -> tuple[Gradients, ...]:
+def buckets_of(of: RankWork) -> tuple[Gradients, ...]:
     """Return the buckets in which a stage's gradients travel, in the order backward fills them."""
-    options = layout.itemsize, sent_apart(layout), 4 if layout.zero_stage else 2
-    return buckets(stage, layout.tp, layout.ep, layout.recompute, *options)
+    layout = of.layout
+    arrays = layout.tp, layout.ep, *of.part, layout.recompute
+    return buckets(of.shape, arrays, of.e, sent_apart(layout), 4 if layout.zero_stage else 2)
 
 
 @lru_cache(maxsize=1 << 12)
 def buckets(
-    stage: ModelPart, tp: int, ep: int, recompute: str, itemsize: int, apart: bool, at_least: int
+    shape: ModelShape, arguments: tuple, itemsize: int, apart: bool, at_least: int
 ) -> tuple[Gradients, ...]:
     """Return the buckets: of at most BUCKET bytes, or `at_least` of them if each is full.
 
     Args:
+        arguments: of `stage_arrays`.
         itemsize: bytes of a weight. apart: whether some are sent separately.
     """
-    of_stage = stage.layers, stage.first, stage.last
-    arrays = stage_arrays(stage.shape, tp, ep, *of_stage, recompute)
+    arrays = stage_arrays(shape, *arguments)
     most = min(BUCKET, ceil(itemsize * size_of(arrays) / at_least))
     found: Parts = []
     room = 0.0
@@ -133,9 +110,7 @@ def buckets(
     return tuple(found)
 
 
-def bucket_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, stage: ModelPart, backward: float
-) -> tuple[float, float]:
+def bucket_seconds(of: RankWork, backward: float) -> tuple[float, float]:
     """Return the seconds in which a backward waits for its buckets, and the seconds after it.
 
     Two buckets are on their way at a time: when backward has filled one, it sends it and waits for
@@ -145,11 +120,11 @@ def bucket_seconds(
     Args:
         backward: seconds without waits.
     """
-    ranks, found = layout.dp * layout.ep * layout.cp, buckets_of(layout, stage)
+    layout, found = of.layout, buckets_of(of)
     per_work = backward / max(1.0, sum([work for _, _, work in found]))
-    nbytes, how = layout.gradient_itemsize, software.collectives
+    nbytes, how = layout.gradient_itemsize, of.software.collectives
     took = {
-        size: all_gather_seconds(cluster, size * nbytes, ranks, layout.tp, algorithm=how)
+        size: all_gather_seconds(of.cluster, size * nbytes, of.ranks, layout.tp, algorithm=how)
         for size in {size for size, _, _ in found}
     }
     now = free = summed = waited = second_half = 0.0
@@ -165,14 +140,7 @@ def bucket_seconds(
     return waited, free + second_half - now
 
 
-def gradient_seconds(
-    layout: ParallelLayout,
-    cluster: Cluster,
-    software: Software,
-    stage: ModelPart,
-    forward: float,
-    backward: float,
-) -> GradientSeconds:
+def gradient_seconds(of: RankWork, forward: float, backward: float) -> GradientSeconds:
     """Return the exposed seconds of summing gradients and gathering weights, along dp, cp and ep.
 
     With overlap, messages are in flight while the GPU computes, but for those of the part that is
@@ -181,12 +149,12 @@ def gradient_seconds(
     Args:
         forward, backward: seconds of one microbatch on this rank.
     """
-    ranks = layout.dp * layout.ep * layout.cp
+    layout, software, ranks, parameters = of.layout, of.software, of.ranks, of.parameters
     if ranks == 1:
         return GradientSeconds()
-    parameters, count = stage.parameters(layout), messages_of(layout, software, stage)
+    count = messages_of(of)
     # fewer ranks share experts
-    experts = stage.layers * expert_parameters(stage.shape, layout.ep) if layout.ep > 1 else 0.0
+    experts = of.layers * expert_parameters(of.shape, layout.ep) if layout.ep > 1 else 0.0
     groups = (
         (1 - experts / parameters, ranks, layout.tp),
         (experts / parameters, ranks // layout.ep, layout.strides["cp" if layout.cp > 1 else "dp"]),
@@ -197,7 +165,7 @@ def gradient_seconds(
         nbytes = part * parameters * size / max(1, messages)
         how = software.collectives
         return messages * sum(
-            all_gather_seconds(cluster, share * nbytes, among, stride, algorithm=how)
+            all_gather_seconds(of.cluster, share * nbytes, among, stride, algorithm=how)
             for share, among, stride in groups
         )
 
@@ -211,20 +179,19 @@ def gradient_seconds(
         rest = (parts - 1) / parts
         return messages / parts + beside(rest * messages, rest * kernels, software)
 
-    weight, gradient = layout.itemsize, layout.gradient_itemsize
-    ends = stage.first + stage.last
+    weight, gradient, ends = of.e, layout.gradient_itemsize, of.first + of.last
     if layout.zero_stage < 3:
         gather = seconds(weight) if layout.zero_stage else 0.0
         times = layout.microbatches if layout.zero_stage == 2 else 1
         if software.buckets and overlap:
-            waited, after = bucket_seconds(layout, cluster, software, stage, backward)
+            waited, after = bucket_seconds(of, backward)
             return GradientSeconds((times - 1) * waited, waited, after + gather)
         summed = seconds(gradient) * (1 if layout.zero_stage else 2)  # scatter, or all-reduce
-        summed = times * exposed(summed, backward, stage.layers + ends)
+        summed = times * exposed(summed, backward, of.layers + ends)
         return GradientSeconds(after=summed + gather)
-    of_layers = stage.layers * layer_parameters(stage.shape, layout.tp, layout.ep) / parameters
-    in_a_pass = stage.layers // layout.chunks  # then another stage's weights are gathered
-    inside = count * stage.layers // (stage.layers + ends)
+    of_layers = of.layers * layer_parameters(of.shape, layout.tp, layout.ep) / parameters
+    in_a_pass = of.layers // layout.chunks  # then another stage's weights are gathered
+    inside = count * of.layers // (of.layers + ends)
     gather, scatter = seconds(weight, of_layers, inside), seconds(gradient, of_layers, inside)
     outside, other = 1 - of_layers, count - inside
     alone = 2 * seconds(weight, outside, other) + seconds(gradient, outside, other)
@@ -232,13 +199,12 @@ def gradient_seconds(
     return GradientSeconds(before=layout.microbatches * (once + alone))
 
 
-def optimizer_seconds(
-    layout: ParallelLayout, cluster: Cluster, software: Software, stage: ModelPart
-) -> float:
+def optimizer_seconds(of: RankWork) -> float:
     """Return the seconds of clipping and of the update."""
-    mine = stage.parameters(layout) / (layout.dp if layout.zero_stage else 1)
+    layout, software = of.layout, of.software
+    mine = of.parameters / (layout.dp if layout.zero_stage else 1)
     nbytes = software.optimizer_bytes if "mixed" in layout.precision else 28
     nbytes -= 8 * (2 - AVERAGES[layout.optimizer])  # AdamW reads and writes two averages
-    pieces = max(stage.arrays(layout) * mine / stage.parameters(layout), 1)
-    launches = software.optimizer_launches * pieces * cluster.kernels.launch
-    return memory_seconds(cluster.chip, mine * nbytes) + launches
+    pieces = max(of.arrays * mine / of.parameters, 1)
+    launches = software.optimizer_launches * pieces * of.cluster.kernels.launch
+    return memory_seconds(of.cluster.chip, mine * nbytes) + launches
