@@ -6,7 +6,11 @@ import math
 
 import pytest
 
-from parallel101.laboratory.analysis.logical_topology import connected_ranks, topology_of
+from parallel101.laboratory.analysis.logical_topology import (
+    _distance,
+    connected_ranks,
+    topology_of,
+)
 
 
 def ring(n):
@@ -129,7 +133,8 @@ def test_groups_along_the_axes_of_a_mesh_are_rows_and_columns(extents, down):
     topology = topology_of(range(math.prod(extents)), links, groups[::-1])
     assert (topology.kind, topology.columns) == ("grid", extents[-1])
     assert topology.axes[0] == "x" and {*topology.axes[1].split(", ")} == {*down}
-    assert topology.wrap_around == {link for link in links if sum(topology._distance(link)) != 1}
+    far = {link for link in links if sum(_distance(topology.order, link, extents[-1])) != 1}
+    assert topology.wrap_around == far
 
 
 def test_groups_of_one_kind_are_a_mesh_if_they_are_whole_rows_or_columns():

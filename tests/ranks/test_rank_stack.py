@@ -6,7 +6,8 @@ import queue
 import sys
 import threading
 
-from parallel101.laboratory.ranks.rank_stack import StackReader, stack_lines
+from parallel101.laboratory.ranks.rank_stack import stack_lines
+from parallel101.laboratory.ranks.watcher import RankObserver
 from parallel101.laboratory.record.recorder import RankRecorder
 from tests.ranks.failing import line_of
 
@@ -36,24 +37,24 @@ def gets(waiting):
 def test_the_place_is_the_programs_own_line_and_the_stack_has_the_librarys_too():
     waiting = queue.Queue()
     with Blocked(lambda: gets(waiting), lambda: waiting.put(1)) as blocked:
-        reader, place = StackReader(blocked.recorder), line_of(gets, "waiting.get()")
-        while (stack := reader.read()).place != place or "queue.py" not in str(stack.lines):
+        observer, place = RankObserver(blocked.recorder, print), line_of(gets, "waiting.get()")
+        while (stack := observer.stack()).place != place or "queue.py" not in str(stack.lines):
             pass
         assert stack.rank == 3 and "waiting.get()" in "\n".join(stack.lines)
-        assert reader.read("its start, before the program").place.startswith("its start")
+        assert observer.stack("its start, before the program").place.startswith("its start")
 
 
 def test_seconds_without_a_call_begin_again_with_each_call():
     recorder = RankRecorder(0, recording=False)
-    reader = StackReader(recorder)
-    reader.look()
-    reader.clock.since -= 100.0
-    assert 100.0 <= reader.read().quiet < 130.0
+    observer = RankObserver(recorder, print)
+    observer.clock.look(0)
+    observer.clock.since -= 100.0
+    assert 100.0 <= observer.stack().quiet < 130.0
     recorder.count_collective("world", "barrier")
-    assert reader.read().quiet < 30.0
-    reader.clock.since -= 100.0
+    assert observer.stack().quiet < 30.0
+    observer.clock.since -= 100.0
     recorder.next_seq(("send", 1, 0, "world"), "a.py:1", 4)
-    assert reader.read().quiet < 30.0
+    assert observer.stack().quiet < 30.0
 
 
 def test_of_a_deep_stack_the_innermost_calls_are_shown():

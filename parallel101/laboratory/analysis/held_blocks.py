@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, einsum
 
 from parallel101.laboratory.analysis.sum_terms import term_counts
@@ -109,24 +110,13 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
         if dim in b.dims and dim not in plan.result.dims
     }
     axes = list(dict.fromkeys(axis for of_dim in summed.values() for axis in of_dim))
-    pieces = a.replace({d: summed[dim] for d, dim in enumerate(a.dims) if dim in summed})
+    pieces = a.replace({d: summed.get(dim, ()) for d, dim in enumerate(a.dims)})
     terms = []
     for coordinates in product(*(range(plan.mesh[axis]) for axis in axes)):
-        at = dict.fromkeys(plan.mesh, 0) | dict(zip(axes, coordinates))
-        parts = {
-            dim: part
-            for dim, part in zip(pieces.dims, pieces.block(plan.sizes, plan.mesh, at))
-            if dim in summed
-        }
-        index_a, index_b = (
-            tuple(parts.get(dim, slice(None)) for dim in one.dims) for one in (a, b)
-        )
-        terms.append(
-            (
-                dict(zip(axes, coordinates)),
-                einsum(equation, run.operands[0][index_a], run.operands[1][index_b]),
-            )
-        )
+        at = dict(zip(axes, coordinates))
+        piece, part = torch.zeros_like(run.operands[0]), pieces.block(plan.sizes, plan.mesh, at)
+        piece[part] = run.operands[0][part]
+        terms.append((at, einsum(equation, piece, run.operands[1])))
     return terms
 
 

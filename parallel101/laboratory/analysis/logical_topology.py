@@ -57,9 +57,8 @@ class LogicalTopology:
 
         Such are the links between the two ends of a row or a column of a torus.
         """
-        return frozenset(
-            link for link in self.links if self.columns and sum(self._distance(link)) != 1
-        )
+        far = (sum(_distance(self.order, link, self.columns or 1)) != 1 for link in self.links)
+        return frozenset(link for link, is_far in zip(self.links, far) if self.columns and is_far)
 
     @property
     def closed(self) -> bool:
@@ -68,12 +67,7 @@ class LogicalTopology:
         The lines are rows or columns, as on a torus.
         """
         ends = {(len(self.order) // self.columns - 1, 0), (0, self.columns - 1)}
-        return {self._distance(link) for link in self.wrap_around} <= ends
-
-    def _distance(self, link: Link) -> tuple[int, int]:
-        """Return how many rows and columns of a grid are between two ranks."""
-        (r0, c0), (r1, c1) = (divmod(self.order.index(rank), self.columns) for rank in link)
-        return abs(r0 - r1), abs(c0 - c1)
+        return {_distance(self.order, link, self.columns) for link in self.wrap_around} <= ends
 
 
 def topology_of(
@@ -89,13 +83,8 @@ def topology_of(
     lines = [
         line for line in dict.fromkeys(groups) if len(line[0]) > 1 and set(line[0]) <= set(order)
     ]
-    columns = _mesh_columns(order, [ranks for ranks, _ in lines])
-    if columns:
-        rows, downs = (
-            _names(axis for ranks, axis in lines if _in_row(order, ranks, columns) == row)
-            for row in (True, False)
-        )
-        return LogicalTopology("grid", order, links, columns=columns, axes=(rows, downs))
+    if (mesh := _mesh(order, links, lines)) is not None:
+        return mesh
     if len(order) <= 2:
         return LogicalTopology("pair", order, links)
     in_line = _line_order(order, links)
@@ -186,34 +175,45 @@ def _root(order: list[int], links: list[Link]) -> int:
     return only_receive[0] if len(only_receive) == 1 else senders[-1]
 
 
-def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
-    """Return the number of columns with which every group is in one row or column; 0 if none.
+def _columns(order: list[int]) -> list[int]:
+    """Return the numbers of columns of all grids of these ranks, numbered row by row."""
+    n = len(order)
+    return [columns for columns in range(2, n // 2 + 1) if n % columns == 0]
+
+
+def _mesh(
+    order: list[int], links: list[Link], lines: Sequence[GroupOnAxis]
+) -> LogicalTopology | None:
+    """Return the grid in which every group is in one row or column; None if there is none.
 
     If there are only rows, or only columns, each group must be a whole one.
     """
-    n = len(order)
-    for columns in (c for c in range(2, n // 2 + 1) if n % c == 0):
-        kinds = {_in_row(order, ranks, columns) for ranks in groups}
-        whole = all(
-            len(ranks) == (columns if _in_row(order, ranks, columns) else n // columns)
-            for ranks in groups
-        )
-        if kinds == {True, False} or (whole and len(kinds) == 1 and None not in kinds):
-            return columns
-    return 0
+    for columns in _columns(order):
+        in_row = [_in_row(order, ranks, columns) for ranks, _ in lines]
+        lengths = [columns if row else len(order) // columns for row in in_row]
+        whole = lengths == [len(ranks) for ranks, _ in lines]
+        if {*in_row} == {True, False} or (whole and {*in_row} in ({True}, {False})):
+            rows, downs = (
+                dict.fromkeys(
+                    axis for row, (_, axis) in zip(in_row, lines) if axis and row is along
+                )
+                for along in (True, False)
+            )
+            axes = ", ".join(rows), ", ".join(downs)
+            return LogicalTopology("grid", order, links, columns=columns, axes=axes)
+    return None
 
 
 def _in_row(order: list[int], ranks: Sequence[int], columns: int) -> bool | None:
     """Return True if these ranks are in one row, False if in one column, None if in neither."""
-    rows, across = (
-        {coordinate(order.index(rank)) for rank in ranks}
-        for coordinate in (lambda i: i // columns, lambda i: i % columns)
-    )
-    return True if len(rows) == 1 else False if len(across) == 1 else None
+    rows, across = zip(*(divmod(order.index(rank), columns) for rank in ranks))
+    return True if len({*rows}) == 1 else False if len({*across}) == 1 else None
 
 
-def _names(axes: Iterable[str | None]) -> str:
-    return ", ".join(dict.fromkeys(axis for axis in axes if axis))
+def _distance(order: list[int], link: Link, columns: int) -> tuple[int, int]:
+    """Return how many rows and columns of a grid are between two ranks."""
+    (r0, c0), (r1, c1) = (divmod(order.index(rank), columns) for rank in link)
+    return abs(r0 - r1), abs(c0 - c1)
 
 
 def _grid_columns(order: list[int], links: list[Link]) -> int:
@@ -224,15 +224,12 @@ def _grid_columns(order: list[int], links: list[Link]) -> int:
     the wider one first.
     """
     n = len(order)
-    position = {rank: i for i, rank in enumerate(order)}
 
     def fits(columns: int) -> bool:
-        rows, steps = n // columns, set()
-        for link in links:
-            (r0, c0), (r1, c1) = (divmod(position[rank], columns) for rank in link)
-            down, across = abs(r1 - r0), abs(c1 - c0)
-            steps.add((min(down, rows - down), min(across, columns - across)))
+        rows = n // columns
+        between = (_distance(order, link, columns) for link in links)
+        steps = {(min(r, rows - r), min(c, columns - c)) for r, c in between}
         return steps <= {(0, 1), (1, 0)} and (columns >= rows or len(steps) == 2)
 
-    possible = [c for c in range(2, n // 2 + 1) if n % c == 0 and fits(c)]
+    possible = filter(fits, _columns(order))
     return min(possible, key=lambda c: (max(c, n // c), -c), default=0)

@@ -1,7 +1,7 @@
 """Reads what the program of one rank is doing, from another thread of its process.
 
     program's thread   ── q.get() ── … blocked
-    watcher            StackReader.read() ──▶ RankStack: lines of Python, seconds without a call,
+    watcher            RankObserver.stack() ─▶ RankStack: lines of Python, seconds without a call,
                                               use of the CPU
 
 C code that holds Python's lock keeps the watcher from running, too. Then the rank doesn't answer.
@@ -9,14 +9,12 @@ C code that holds Python's lock keeps the watcher from running, too. Then the ra
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from types import FrameType
 from typing import NamedTuple
 
 from parallel101.laboratory.record.program_lines import is_inside, is_library, where
-from parallel101.laboratory.record.recorder import RankRecorder
 
 MOST_FRAMES = 20  # the innermost ones are kept
 
@@ -50,26 +48,6 @@ class QuietClock:
         if now - self.newer[0] >= self.EVERY:
             self.older, self.newer = self.newer, (now, cpu)
         return now - self.since, (cpu - self.older[1]) / (now - self.older[0])
-
-
-class StackReader:
-    """Reads the stack of a rank's program, and notes since when it has called nothing.
-
-    The watcher's thread calls `look` now and then.
-    """
-
-    def __init__(self, recorder: RankRecorder):
-        self.recorder = recorder
-        self.clock = QuietClock()
-
-    def look(self) -> tuple[float, float]:
-        return self.clock.look(self.recorder.calls_posted)
-
-    def read(self, outside: str = "") -> RankStack:
-        """Return the stack now. `outside`: where the rank is, if it isn't in its program."""
-        frame = sys._current_frames().get(self.recorder.thread)
-        place = outside or program_place(frame)
-        return RankStack(self.recorder.rank, place, stack_lines(frame), *self.look())
 
 
 def program_place(frame: FrameType | None) -> str:

@@ -269,7 +269,6 @@ class JobWatcher(threading.Thread):
         self.checking = threading.Lock()  # calls: the program's thread checks the last ones
         self.announced_here = False  # the failure that all ranks raise was found here
         self.status_texts = [b""] * size
-        self.statuses = [RankStatus()] * size
         self.knows = False  # this rank knows of the failure
         self.heartbeats = Heartbeats(recorder.rank, size, store)
         self.fault_since: float | None = None  # since when a rank of this host can't go on
@@ -308,7 +307,7 @@ class JobWatcher(threading.Thread):
         self._write(silence_text(SILENT_FOR, self._place()))
 
     def _place(self) -> str:
-        return shown(self.observer.detector.place())
+        return shown(self.observer.place())
 
     def _write(self, text: str) -> None:
         write_on_stderr(f"[rank {self.recorder.rank}] {text}")
@@ -370,7 +369,7 @@ class JobWatcher(threading.Thread):
     def _end_text(self, ended: Collection[int]) -> str:
         """Return the message for ended ranks, with the waiting ranks and where this one was."""
         graph = self._newest_graph()
-        here = RankStack(self.recorder.rank, self.observer.detector.place(), [])
+        here = RankStack(self.recorder.rank, self.observer.place(), [])
         for rank in ended:
             graph.ranks[rank] = replace(graph.ranks[rank], blocked=None)
         return "\n  ".join([ended_text(ended), *rank_lines(graph, {here.rank: here})])
@@ -521,17 +520,16 @@ class JobWatcher(threading.Thread):
 
     def _newest_graph(self) -> WaitForGraph:
         """Return who waits for whom now. Unchanged statuses are not read again."""
+        graph = self.run_watcher.graph
         for rank, text in enumerate(texts_of("status", self.size, self.store)):
             if text != self.status_texts[rank]:
-                self.status_texts[rank] = text
-                self.statuses[rank] = from_json(text)
-        self.run_watcher.graph.ranks = list(self.statuses)
-        return self.run_watcher.graph
+                self.status_texts[rank], graph.ranks[rank] = text, from_json(text)
+        return graph
 
     def ask_stacks(self, seconds: float) -> dict[int, RankStack]:
         """Return, on rank 0, the stacks of the ranks that answer within `seconds`."""
         number, until = self.store.add("stacks/asked", 1), time.monotonic() + seconds
-        stacks = {0: self.observer.stacks.read()}
+        stacks = {0: self.observer.stack()}
         while len(stacks) < self.size and time.monotonic() < until and not self.over.wait(TICK):
             self.heartbeats.beat()
             for rank in set(range(self.size)) - stacks.keys():
@@ -546,7 +544,7 @@ class JobWatcher(threading.Thread):
             self.next_answer = time.monotonic() + LOOK_EVERY
             if (asked := self.store.add("stacks/asked", 0)) > self.answered:
                 self.answered, key = asked, f"stacks/{asked}/{self.recorder.rank}"
-                self.store.set(key, to_json(self.observer.stacks.read()))
+                self.store.set(key, to_json(self.observer.stack()))
 
     def _timed_out(self) -> LaunchTimeout:
         graph = self._newest_graph()

@@ -23,7 +23,12 @@ from typing import Any
 
 import torch
 
-from parallel101.laboratory.ranks.rank_stack import RankStack, StackReader
+from parallel101.laboratory.ranks.rank_stack import (
+    QuietClock,
+    RankStack,
+    program_place,
+    stack_lines,
+)
 from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
@@ -39,7 +44,6 @@ from parallel101.laboratory.ranks.wire import (
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.program_lines import is_library, where
 from parallel101.laboratory.record.recorder import NEWEST, RankRecorder, WatchedWork
-from parallel101.laboratory.record.wait_for import RankStatus
 
 TICK = 0.1  # seconds between two looks
 IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++ counts as blocked
@@ -100,8 +104,12 @@ class ControlThread(threading.Thread):
         return []
 
 
+# where torch waits for futures in C++
+_WAITING = (*torch.autograd.__path__, *torch.futures.__path__)
+
+
 class RankObserver:
-    """Observes a real rank, and reports what it posts and what it is blocked in.
+    """Observes a real rank: what it posts, what it is blocked in, and where its program is.
 
     Args:
         recorder: of the rank.
@@ -114,15 +122,31 @@ class RankObserver:
         if recorder.recording:
             recorder.on_call = self.calls.append
         self.sending_calls = threading.Lock()  # the program's thread reports the last ones
-        self.detector, self.stacks = BlockedDetector(recorder), StackReader(recorder)
-        self.uncaught = UncaughtInCpp()
+        self.clock, self.uncaught = QuietClock(), UncaughtInCpp()
+        # of the thread in C++: frame, instruction, CPU time used
+        self.position: tuple[int, int, float] | None = None
+        self.since = 0.0
+        # the call that blocked the program at the last look, and the one that was reported last
+        self.seen: Call | None = None
+        self.reported: Call | None = None
 
     def look(self) -> None:
-        """Report what has changed. Call it ten times a second."""
-        self.stacks.look()
+        """Report what has changed. Call it ten times a second.
+
+        A call that blocks the program counts only from the second look.
+        """
+        self.clock.look(self.recorder.calls_posted)
         self.send_calls()
-        if (status := self.detector.changed()) is not None:
-            self.send(STATUS, status)
+        work = self.blocked_in()
+        call = None if work is None else work.call
+        seen, self.seen = self.seen, call
+        if call is self.reported or (call is not None and call is not seen):
+            return
+        self.reported = call
+        if work is None:
+            return self.send(STATUS, self.recorder.status())
+        blocked = work.call._replace(where=self.place())
+        self.send(STATUS, self.recorder.status(blocked, work.caught_after))
 
     def send_calls(self) -> None:
         with self.sending_calls:
@@ -130,72 +154,16 @@ class RankObserver:
                 del self.calls[: len(new)]
                 self.send(CALLS, new)
 
-
-class Watcher(ControlThread):
-    """The watcher of a real rank."""
-
-    def __init__(self, recorder: RankRecorder, wire: Wire):
-        super().__init__(wire)
-        self.observer = RankObserver(recorder, wire.send)
-        # where the rank is, if not in the program; else ""
-        self.outside = "its start, before the program"
-
-    def look(self) -> None:
-        self.observer.look()
-        uncaught = self.observer.uncaught
-        if uncaught.thrown.is_set() and not uncaught.may_abort.is_set():
-            self.send_record()
-            uncaught.may_abort.set()
-
-    def send_record(self, imported: Sequence[str] = ()) -> None:
-        """Send what was posted and recorded so far."""
-        self.observer.send_calls()
-        recorder = self.observer.recorder
-        self.wire.send(RECORD, (recorded(recorder, imported), recorder.status(messages=NEWEST)))
-
-    def stacks(self) -> list[RankStack]:
-        return [self.observer.stacks.read(self.outside)]
-
-
-# ---- what the program's thread is blocked in, as another thread of the process sees it ----
-
-
-_WAITING = (*torch.autograd.__path__, *torch.futures.__path__)  # where torch waits for futures
-
-
-class BlockedDetector:
-    """Tells in which call the program is blocked.
-
-    The watcher's thread asks it again and again.
-    """
-
-    def __init__(self, recorder: RankRecorder):
-        self.recorder = recorder
-        # of the thread in C++: frame, instruction, CPU time used
-        self.position: tuple[int, int, float] | None = None
-        self.since = 0.0
-        # the call that `blocked_in` returned at the last look, and at the last change
-        self.seen: Call | None = None
-        self.reported: Call | None = None
-
     def place(self) -> str:
         """Return the "file:line" at which the program is."""
         return where(sys._current_frames().get(self.recorder.thread))
 
-    def changed(self) -> RankStatus | None:
-        """Return this rank's status, if the call that blocks it has changed since the last one.
-
-        A call counts only from the second look.
-        """
-        work = self.blocked_in()
-        call = None if work is None else work.call
-        seen, self.seen = self.seen, call
-        if call is self.reported or (call is not None and call is not seen):
-            return None
-        self.reported = call
-        if work is None:
-            return self.recorder.status()
-        return self.recorder.status(work.call._replace(where=self.place()), work.caught_after)
+    def stack(self, outside: str = "") -> RankStack:
+        """Return the stack now. `outside`: where the rank is, if it isn't in its program."""
+        recorder, frame = self.recorder, sys._current_frames().get(self.recorder.thread)
+        quiet, busy = self.clock.look(recorder.calls_posted)
+        place = outside or program_place(frame)
+        return RankStack(recorder.rank, place, stack_lines(frame), quiet, busy)
 
     def blocked_in(self) -> WatchedWork | None:
         """Return the call in which the program is blocked.
@@ -232,6 +200,32 @@ class BlockedDetector:
         if position != self.position:
             self.position, self.since = position, now
         return futures[0] if now - self.since >= IN_CPP_FOR else None
+
+
+class Watcher(ControlThread):
+    """The watcher of a real rank."""
+
+    def __init__(self, recorder: RankRecorder, wire: Wire):
+        super().__init__(wire)
+        self.observer = RankObserver(recorder, wire.send)
+        # where the rank is, if not in the program; else ""
+        self.outside = "its start, before the program"
+
+    def look(self) -> None:
+        self.observer.look()
+        uncaught = self.observer.uncaught
+        if uncaught.thrown.is_set() and not uncaught.may_abort.is_set():
+            self.send_record()
+            uncaught.may_abort.set()
+
+    def send_record(self, imported: Sequence[str] = ()) -> None:
+        """Send what was posted and recorded so far."""
+        self.observer.send_calls()
+        recorder = self.observer.recorder
+        self.wire.send(RECORD, (recorded(recorder, imported), recorder.status(messages=NEWEST)))
+
+    def stacks(self) -> list[RankStack]:
+        return [self.observer.stack(self.outside)]
 
 
 def _others_at_work(program: int) -> bool:

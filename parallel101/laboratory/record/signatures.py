@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import Array, c_char
 from datetime import timedelta
 from functools import lru_cache
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -209,26 +210,18 @@ def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any
         return tuple(args)
     tensors = ["tensors"] if len(spec.depths) == 1 else ["outputs", "inputs"][: len(spec.depths)]
     names = [*tensors, *(["output_split_sizes", "input_split_sizes"] if spec.splits else [])]
-    rest = list(args[len(names) :])
-    given = dict(zip(names, args))
-    if rest and isinstance(rest[0], spec.options):
-        given["opts"] = rest.pop(0)
-    given |= dict(zip(spec.instead, rest))
     named = {_plain_name(name): value for name, value in kwargs.items()}
-    allowed = {*names, "opts", *spec.instead}
-    if (
-        len(rest) > len(spec.instead)
-        or given.keys() & named
-        or not {*named} <= allowed
-        or not {*names} <= {*given, *named}
-    ):
-        raise TypeError(
-            f"{method}() of a process group takes {', '.join([*names, 'opts'])}"
-            + (f", or {' and '.join(spec.instead)} instead of opts" if spec.instead else "")
-            + f"; got {len(args)} arguments"
-            + (f" and {', '.join(kwargs)}" if kwargs else "")
-        )
-    given |= named
+    if len(args) > len(names) and isinstance(args[len(names)], spec.options):
+        args, named = args[: len(names)], {**named, "opts": args[len(names)]}
+    either = Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [Parameter(name, either) for name in names]
+    parameters += [Parameter(name, either, default=None) for name in spec.instead]
+    parameters += [Parameter("opts", Parameter.KEYWORD_ONLY, default=None)]
+    try:
+        given = Signature(parameters).bind(*args, **named).arguments
+    except TypeError as error:
+        takes = ", ".join([*names, *spec.instead, "opts"])
+        raise TypeError(f"{method}() of a process group takes {takes}: {error}") from None
     options = given.get("opts") or spec.options()
     for name in spec.instead:
         if given.get(name) is not None:
