@@ -19,7 +19,7 @@ from parallel101.laboratory.grade.exercise import (
     mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     communicated,
@@ -103,7 +103,7 @@ RING_SHIFT = Exercise(
         steps(lambda case: 1, "one step", slack=lambda case: 2),
     ),
     least_received=x_if_not_alone,
-    misconceptions=(*MESSAGES, shifted_backwards, CHANGES_ITS_INPUT, unwritten_was_sent),
+    misconceptions=(*MESSAGES, shifted_backwards, *ITS_INPUT, unwritten_was_sent),
     hints=(
         "If every rank calls dist.send first, who receives? Start one of the two without waiting "
         "for it.",
@@ -261,7 +261,7 @@ FLAT_BROADCAST = Exercise(
         ),
     ),
     least_received=x_except_on_root,
-    misconceptions=(*MESSAGES, only_root_zero, CHANGES_ITS_INPUT, unwritten_was_sent),
+    misconceptions=(*MESSAGES, only_root_zero, *ITS_INPUT, unwritten_was_sent),
     hints=(
         "What does the root do, and what do the others do? The two halves of an if.",
         "The root loops over all ranks except itself and sends x. Every other rank receives "
@@ -300,7 +300,7 @@ TREE_BROADCAST = Exercise(
         root_sends_to_all,
         stops_sending,
         one_after_the_other,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
         unwritten_was_sent,
     ),
     hints=(
@@ -454,7 +454,7 @@ SCATTER = Exercise(
         as_chunk_cuts,
         others_chunks,
         only_root_zero,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
         unwritten_was_sent,
     ),
     hints=(
@@ -610,7 +610,7 @@ GATHER = Exercise(
         another_order,
         only_where_none_is_due,
         only_root_zero,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
         unwritten_was_sent,
     ),
     hints=(

@@ -27,7 +27,7 @@ from parallel101.laboratory.grade.exercise import (
     mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     communicated,
@@ -275,7 +275,7 @@ RING_ALL_REDUCE = Exercise(
         reduce_broadcast,
         counted_twice(flat_pieces),
         left_out(flat_pieces),
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "You have both halves already: what does rank r have after the reduce-scatter, and what "
@@ -395,7 +395,7 @@ DOUBLING_ALL_REDUCE = Exercise(
         two_trees,
         counted_twice(flat_pieces),
         left_out(flat_pieces),
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "Take n = 4 first. Your partner at distance 1, 2, 4 is the rank whose number differs from "

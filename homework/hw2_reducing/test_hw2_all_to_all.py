@@ -10,7 +10,7 @@ from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     failed,
@@ -133,7 +133,7 @@ ALL_TO_ALL = Exercise(
         whole_to_everyone,
         not_transposed,
         rows_in_other_order,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "Which row do you send to rank j? And into which row do you receive what comes from rank "

@@ -19,7 +19,7 @@ from parallel101.laboratory.grade.exercise import (
     mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     SMALL,
     bytes_sent,
@@ -262,7 +262,7 @@ CHAIN_BROADCAST = Exercise(
         in_one_message,
         all_before_any,
         by_turns,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "First write it for m = 1, with the position in the chain, (rank − root) mod n. Who "

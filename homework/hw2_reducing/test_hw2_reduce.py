@@ -21,7 +21,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
 )
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     only_root_zero,
@@ -125,7 +125,7 @@ REDUCE = Exercise(
             divided_too_often(root_pieces),
         ),
         sum_for_mean,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
         counted_twice(root_pieces),
         left_out(root_pieces),
         only_root_zero,

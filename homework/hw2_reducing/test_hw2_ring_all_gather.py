@@ -10,7 +10,7 @@ from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import origins
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     communicated,
@@ -194,7 +194,7 @@ RING_ALL_GATHER = Exercise(
         own_every_time,
         by_step,
         another_order,
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "In step 0 you send your own x. What do you send in step 1? Whose x arrives in step 0, and "

@@ -18,7 +18,7 @@ from parallel101.laboratory.exercises.sums import (
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     failed,
@@ -150,7 +150,7 @@ RING_REDUCE_SCATTER = Exercise(
         off_by_one,
         counted_twice(chunk_pieces),
         left_out(chunk_pieces),
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "The all-gather backwards. Follow one chunk: it must arrive at its owner last, so at which "

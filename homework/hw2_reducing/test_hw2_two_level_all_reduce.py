@@ -19,7 +19,7 @@ from parallel101.laboratory.grade.exercise import (
     mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
-    CHANGES_ITS_INPUT,
+    ITS_INPUT,
     MESSAGES,
     bytes_sent,
     communicated,
@@ -250,7 +250,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         not_divided,
         counted_twice(results),
         left_out(results),
-        CHANGES_ITS_INPUT,
+        *ITS_INPUT,
     ),
     hints=(
         "You have all three parts already, as loops over the ranks of a ring. What are the two "

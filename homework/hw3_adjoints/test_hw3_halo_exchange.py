@@ -9,13 +9,13 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     CHANGED_IN_PLACE,
     REFUSED,
     bytes_in_total,
+    forms,
     forward_and_backward,
-    gives,
     least_received,
     right_both_ways,
-    shares_memory,
     total,
 )
+from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     AUTOGRAD,
@@ -27,7 +27,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
+from parallel101.laboratory.grade.exercise_checks import ITS_INPUT, MESSAGES, failed
 
 COLUMNS = 5
 Tensors = list[torch.Tensor]
@@ -91,22 +91,23 @@ def halo_case(draw: Draw, sizes: Sequence[int], width: int) -> Case:
         )
     halo = 8 * COLUMNS * width
     neighbours = [(rank > 0) + (rank < n - 1) for rank in range(n)]
-    right = given_back(gs, width)
-    wrapped = zip(with_halos(xs, width, wrap=True), given_back(gs, width, wrap=True))
-    overwritten = zip(given_back(gs, width, "left last"), given_back(gs, width, "right last"))
+    right = with_halos(xs, width), given_back(gs, width)
+    replaced = (given_back(gs, width, how) for how in ("left last", "right last"))
     return Case(
         arguments,
-        [(y, g, True) for y, g in zip(with_halos(xs, width), right)],
+        list(zip(*right)),
         note=note,
         facts={
             "refuse": False,
             "bytes": 4 * (n - 1) * halo,
             "least": [2 * halo * count for count in neighbours],
             "whole": 2 * (n - 1) * sum(x.nbytes for x in xs),
-            "dropped": [([], [g]) for g in given_back(gs, width, "dropped")],
-            "overwritten": [([], list(both)) for both in overwritten],
-            "wrapped": [([y], [g]) for y, g in wrapped],
-            "other edge": [([y], [ANYTHING]) for y in with_halos(xs, width, other_edge=True)],
+            "dropped": forms(right, None, given_back(gs, width, "dropped")),
+            "overwritten": forms(right, None, *replaced),
+            "wrapped": forms(
+                right, with_halos(xs, width, wrap=True), given_back(gs, width, wrap=True)
+            ),
+            "other edge": [[(y, ANYTHING) for y in with_halos(xs, width, other_edge=True)]],
         },
     )
 
@@ -189,8 +190,7 @@ EXERCISES = [
             only_some_refuse,
             *MESSAGES,
             CHANGED_IN_PLACE,
-            CHANGES_ITS_INPUT,
-            shares_memory,
+            *ITS_INPUT,
             AUTOGRAD_NOT_TOLD,
             Misconception(
                 "halo gradient dropped",

@@ -6,13 +6,13 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     bytes_in_total,
+    forms,
     forward_and_backward,
-    gives,
     least_received,
     right_both_ways,
-    shares_memory,
     total,
 )
+from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
     Case,
@@ -21,7 +21,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES
+from parallel101.laboratory.grade.exercise_checks import ITS_INPUT, MESSAGES
 
 Tensors = list[torch.Tensor]
 
@@ -40,27 +40,25 @@ def without(block: torch.Tensor, start: int, count: int, dim: int) -> torch.Tens
 
 def shift_case(xs: Tensors, gs: Tensors, k: int, dim: int) -> Case:
     n, length = len(xs), xs[0].shape[dim]
-    ys, gradients = shifted(xs, k, dim), shifted(gs, -k, dim)
+    ys, gradients = right = shifted(xs, k, dim), shifted(gs, -k, dim)
     the_same_way, other_way = shifted(gs, k, dim), shifted(xs, -k, dim)
     entries = xs[0].narrow(dim, 0, k).nbytes if n > 1 else 0  # the bytes of one message
     facts = {
         "bytes": 2 * n * entries,
         "least": [2 * entries] * n,
-        "same way": [([], [g]) for g in the_same_way],
-        "other way": [([y], [g]) for y, g in zip(other_way, the_same_way)],
-        "within": [([x.roll(k, dim)], [g.roll(-k, dim)]) for x, g in zip(xs, gs)],
-        "dropped": [([], [without(g, length - k, k, dim)]) for g in gradients],
-        "not joined": [
-            (
-                [without(y, 0, k, dim)] if rank == 0 else [],
-                [without(g, length - k, k, dim)] if rank == n - 1 else [],
-            )
-            for rank, (y, g) in enumerate(zip(ys, gradients))
-        ],
+        "same way": forms(right, None, the_same_way),
+        "other way": forms(right, other_way, the_same_way),
+        "within": forms(right, [x.roll(k, dim) for x in xs], [g.roll(-k, dim) for g in gs]),
+        "dropped": forms(right, None, [without(g, length - k, k, dim) for g in gradients]),
+        "not joined": forms(
+            right,
+            [without(ys[0], 0, k, dim), *ys[1:]],
+            [*gradients[:-1], without(gradients[-1], length - k, k, dim)],
+        ),
     }
     return Case(
         [(x, g, k, dim) for x, g in zip(xs, gs)],
-        [(y, g, True) for y, g in zip(ys, gradients)],
+        list(zip(*right)),
         note=f"{tuple(xs[0].shape)} on each, by {k} along dim {dim}",
         facts=facts,
     )
@@ -108,8 +106,7 @@ EXERCISES = [
         misconceptions=(
             *MESSAGES,
             CHANGED_IN_PLACE,
-            CHANGES_ITS_INPUT,
-            shares_memory,
+            *ITS_INPUT,
             AUTOGRAD_NOT_TOLD,
             Misconception(
                 "shifted the same way in backward",

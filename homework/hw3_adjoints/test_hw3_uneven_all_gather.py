@@ -10,15 +10,15 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     AUTOGRAD_NOT_TOLD,
     CHANGED_IN_PLACE,
     bytes_in_total,
+    forms,
     forward_and_backward,
-    gives,
     least_received,
     only_equal_blocks,
     right_both_ways,
-    shares_memory,
     total,
     wrong_parts,
 )
+from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     AUTOGRAD,
@@ -30,7 +30,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import CHANGES_ITS_INPUT, MESSAGES, failed
+from parallel101.laboratory.grade.exercise_checks import ITS_INPUT, MESSAGES, failed
 
 COLUMNS = 4
 
@@ -41,19 +41,20 @@ def uneven_case(draw: Draw, sizes: Sequence[int]) -> Case:
     gs = draw.tensors(n, sum(sizes), COLUMNS, dtype=torch.float64)
     y, summed = torch.cat(xs), torch.stack(gs).sum(0)
     gradients = summed.split(list(sizes))
+    right = [y] * n, gradients
     S = y.nbytes
     return Case(
         [(x, g, list(sizes)) for x, g in zip(xs, gs)],
-        [(y, gradient, True) for gradient in gradients],
+        list(zip(*right)),
         note=f"blocks of {', '.join(map(str, sizes))} rows",
         facts={
             "sizes": list(sizes),
             "xs": xs,
             "bytes": 2 * (n - 1) * S,
             "least": [S if n > 1 else 0] * n,
-            "own": [([], [g.split(list(sizes))[rank]]) for rank, g in enumerate(gs)],
-            "mean": [([], [gradient / n]) for gradient in gradients],
-            "n times": [([], [gradient * n]) for gradient in gradients],
+            "own": forms(right, None, [g.split(list(sizes))[r] for r, g in enumerate(gs)]),
+            "mean": forms(right, None, [gradient / n for gradient in gradients]),
+            "n times": forms(right, None, [gradient * n for gradient in gradients]),
         },
     )
 
@@ -93,7 +94,7 @@ def padding_left(trials: Sequence[Trial]) -> bool:
         known = ~expected.isnan()
         return found.shape == expected.shape and same(found[known], expected[known])
 
-    wrong = [(trial, found) for trial, _, part, found in wrong_parts(trials) if part == 0]
+    wrong = [(trial, found) for trial, part, found in wrong_parts(trials) if part == 0]
     return bool(wrong) and all(is_padded(trial, found) for trial, found in wrong)
 
 
@@ -104,7 +105,7 @@ def padding_left(trials: Sequence[Trial]) -> bool:
 )
 def other_order(trials: Sequence[Trial]) -> bool:
     """Check whether each wrong y has all blocks, but in a different order."""
-    wrong = [(trial, found) for trial, _, part, found in wrong_parts(trials) if part == 0]
+    wrong = [(trial, found) for trial, part, found in wrong_parts(trials) if part == 0]
     return bool(wrong) and all(
         any(same(found, torch.cat(blocks)) for blocks in permutations(trial.case.facts["xs"]))
         for trial, found in wrong
@@ -155,8 +156,7 @@ EXERCISES = [
         misconceptions=(
             *MESSAGES,
             CHANGED_IN_PLACE,
-            CHANGES_ITS_INPUT,
-            shares_memory,
+            *ITS_INPUT,
             AUTOGRAD_NOT_TOLD,
             padding_left,
             other_order,

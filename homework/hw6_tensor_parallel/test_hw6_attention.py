@@ -76,13 +76,15 @@ def attention_case(draw: Draw, n: int, time: int, heads: int, d: int) -> Case:
         ],
         note=f"{time} positions, {heads} heads of {d}",
         facts={
-            "parts of y": [attention(x, *block, heads // n) for block in blocks],
+            "parts of y": [[attention(x, *block, heads // n) for block in blocks]],
             "whole": {"qkv": qkv.numel(), "out": out.numel()},
             "parts of dx": [
-                gradients_of(lambda x, b=b: (attention(x, *b, heads // n) * c).sum(), x)[0]
-                for b in blocks
+                [
+                    gradients_of(lambda x, b=b: (attention(x, *b, heads // n) * c).sum(), x)[0]
+                    for b in blocks
+                ]
             ],
-            "contiguous": [sum(contiguous)],
+            "contiguous": [[sum(contiguous)] * n],
             "forward": ring(S, n, 2),
             "backward": ring(S, n, 2),
             "least": ring(S, n, 2),
@@ -118,7 +120,7 @@ PARALLEL_ATTENTION = Exercise(
             "The fused matrix is cut into n equal pieces from top to bottom. So the first ranks "
             "get queries only, and the last ones values only. Each rank needs the rows of its own "
             "heads in all three parts.",
-            gives(0, "contiguous"),
+            gives("contiguous", 0),
         ),
         OUTPUT_NOT_SUMMED,
         MISSING_DX,

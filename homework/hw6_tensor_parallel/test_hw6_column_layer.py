@@ -99,8 +99,8 @@ def column_case(draw: Draw, n: int, samples: int) -> Case:
         [[y, gradients] for gradients in columns_backward(sum_then_cut, x, weights, cs)],
         note=f"{samples} samples, {inputs} → {hidden} → {outputs}",
         facts={
-            "own": columns_backward(own_cut, x, weights, cs),
-            "mean": columns_backward(mean_then_cut, x, weights, cs),
+            "own": [columns_backward(own_cut, x, weights, cs)],
+            "mean": [columns_backward(mean_then_cut, x, weights, cs)],
             "forward": ring(S, n),
             "backward": ring(S, n),
             "least": ring(S, n) + S // n,
@@ -136,13 +136,13 @@ COLUMN_LAYER = Exercise(
             "slice of the gradient without the sum",
             "Each rank keeps its columns of its own gradient of y. But all ranks went on with "
             "these columns, each to its own loss, and the parts of the others are missing.",
-            gives(1, "own"),
+            gives("own", 1),
         ),
         Misconception(
             "mean for sum",
             "The gradient is divided by n. The loss is the sum of the ranks' losses, so their "
             "gradients are added.",
-            gives(1, "mean"),
+            gives("mean", 1),
         ),
         Misconception(
             "all-reduce then slice",

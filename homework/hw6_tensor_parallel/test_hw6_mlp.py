@@ -87,14 +87,16 @@ def mlp_case(draw: Draw, n: int, samples: int, width: int, hidden: int) -> Case:
         ],
         note=f"{samples} samples, {width} → {hidden} → {width}",
         facts={
-            "parts of y": [mlp(x, *block, whole[3]) for block in blocks],
+            "parts of y": [[mlp(x, *block, whole[3]) for block in blocks]],
             "whole": {name: p.numel() for name, p in zip(names, whole)},
             "parts of dx": [
-                gradients_of(lambda x, block=block: (mlp(x, *block, zero) * c).sum(), x)[0]
-                for block in blocks
+                [
+                    gradients_of(lambda x, block=block: (mlp(x, *block, zero) * c).sum(), x)[0]
+                    for block in blocks
+                ]
             ],
-            "y with n biases": [y + (n - 1) * whole[3]] * n,
-            "gelu of partial sums": gelu_of_partial_sums(x, *whole, n),
+            "y with n biases": [[y + (n - 1) * whole[3]] * n],
+            "gelu of partial sums": [[form] * n for form in gelu_of_partial_sums(x, *whole, n)],
             "forward": ring(S, n, 2),
             "backward": ring(S, n, 2),
             "least": ring(S, n, 2),
@@ -154,7 +156,7 @@ PARALLEL_MLP = Exercise(
             "GELU on partial sums",
             "GELU is applied before the sum over the ranks is complete. GELU of a sum is not "
             "the sum of the GELUs.",
-            gives(0, "gelu of partial sums"),
+            gives("gelu of partial sums", 0),
         ),
         same_shards,
         BIAS_N_TIMES,

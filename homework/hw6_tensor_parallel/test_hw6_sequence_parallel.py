@@ -24,7 +24,6 @@ from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     leaf,
     least_received,
     mlp,
-    parts_right,
     ring,
     sends_at_most,
     sent_in,
@@ -112,10 +111,10 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
         [[ys[rank], dxs[rank], dnorm, gradient_blocks[rank], db2, ANYTHING] for rank in range(n)],
         note=f"{time} positions, {width} → {n * hidden} → {width}",
         facts={
-            "parts of norm": [norm_parts(rank) for rank in range(n)],
-            "parts of db2": [part.sum(0) for part in cs],
-            "dx without sum": [dx_of_own(rank) for rank in range(n)],
-            "y with n biases": [part + (n - 1) * b2 for part in ys],
+            "parts of norm": [[norm_parts(rank) for rank in range(n)]],
+            "parts of db2": [[(part, c.sum(0)) for part, c in zip(ys, cs)]],
+            "dx without sum": [[(part, dx_of_own(rank)) for rank, part in enumerate(ys)]],
+            "y with n biases": [[part + (n - 1) * b2 for part in ys]],
             "forward": ring(S, n, 2),
             "backward": ring(S, n, 3) + ring(small, n, 2),
             "least": ring(S, n, 3),
@@ -174,19 +173,19 @@ SEQUENCE_PARALLEL = Exercise(
             "The backward of the all-gather keeps this rank's positions of its own gradient. Every "
             "rank used these positions with its own block of the MLP, and the parts of the others "
             "are missing.",
-            lambda trials: gives(1, "dx without sum")(trials) and parts_right(trials, 0),
+            gives("dx without sum", 0, 1),
         ),
         Misconception(
             "norm's gradients never reduced",
             "Each rank has the gradient of the norm's weights from its own positions alone. Their "
             "gradient is the sum over all positions. Without it the ranks' norms drift apart.",
-            gives(2, "parts of norm"),
+            gives("parts of norm", 2),
         ),
         Misconception(
             "bias's gradient never reduced",
             "b2 is added to this rank's positions alone, so its gradient on this rank is a "
             "part. The parts of all ranks must be added.",
-            lambda trials: gives(4, "parts of db2")(trials) and parts_right(trials, 0),
+            gives("parts of db2", 0, 4),
         ),
         Misconception(
             "mean for sum",

@@ -9,10 +9,10 @@ from parallel101.laboratory.exercises.attention_exercises import (
     HEADS,
     ITEM,
     WIDTH,
-    gives,
     only_large_overflow,
 )
 from parallel101.laboratory.exercises.questions import ask_sent
+from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -69,12 +69,12 @@ def decode_mistakes(q: torch.Tensor, ks: Tensors, vs: Tensors) -> dict[str, list
     unscaled = [attention(q, [k], [v], 1.0) for k, v in zip(ks, vs)]
 
     def everywhere(*forms: torch.Tensor) -> list:
-        return [[(form,)] * n for form in forms]
+        return [[form] * n for form in forms]
 
     return {
         "averaged": everywhere(outs.mean(0), outs.sum(0), (share * outs).sum(0)),
-        "own": [[(out,) for out in outs]],
-        "scale": [*everywhere(attention(q, ks, vs, 1.0)), [(out,) for out in unscaled]],
+        "own": [list(outs)],
+        "scale": [*everywhere(attention(q, ks, vs, 1.0)), unscaled],
         "maximum": everywhere((sums * outs).sum(0) / sums.sum(0)),
     }
 

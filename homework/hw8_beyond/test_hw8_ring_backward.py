@@ -17,19 +17,16 @@ from parallel101.laboratory.exercises.attention_exercises import (
     block_a_second,
     block_bytes,
     few_blocks,
-    gives,
     unpacked,
 )
 from parallel101.laboratory.exercises.questions import ask_sent
-from parallel101.laboratory.exercises.tensor_parallel_exercises import parts_right
+from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
     Draw,
     Exercise,
     Misconception,
-    Trial,
-    mistake,
 )
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
@@ -123,17 +120,20 @@ def backward_mistakes(cut: Cut) -> dict[str, list]:
                 past,
             ),
         ],
-        "dq of a block": [[(dq,) for dq in last], [(dq,) for dq, _, _ in own]],
+        "dq of a block": [
+            [(dq, dk, dv) for dq, dk, dv in zip(dqs, cut.dk, cut.dv)]
+            for dqs in (last, [dq for dq, _, _ in own])
+        ],
     }
-    facts["left"] = []
     if len(set(cut.sizes)) == 1:
         visited = []
         for rank in ranks:
             parts = [cut.part_backward(rank, other)[1:] for other in range(rank + 1)]
             visited.append((sum(dk for dk, _ in parts), sum(dv for _, dv in parts)))
+        neighbours = ([right[(rank + by) % n][1:] for rank in ranks] for by in (1, -1))
         facts["left"] = [
-            [(cut.dk[(rank + by) % n], cut.dv[(rank + by) % n]) for rank in ranks] for by in (1, -1)
-        ] + [visited]
+            [(dq, *pair) for dq, pair in zip(cut.dq, pairs)] for pairs in (*neighbours, visited)
+        ]
     return facts
 
 
@@ -151,17 +151,6 @@ def both_ways(case: Case) -> list[int]:
 def least(case: Case) -> list[int]:
     n = case.world_size
     return [HEADS * min(case.facts["sizes"]) * WIDTH * ITEM if n > 1 else 0] * n
-
-
-@mistake(
-    "gradient left on the wrong rank",
-    "dq is right, but a rank's dk and dv are gradients of another rank's keys. A block that "
-    "has visited all ranks needs one more exchange to be home again.",
-)
-def left_behind(trials: Sequence[Trial]) -> bool:
-    """dq is right, and dk and dv belong to another rank's keys."""
-    equal = [trial for trial in trials if len(set(trial.case.facts["sizes"])) == 1]
-    return parts_right(equal, 0) and gives("left", 1, 2, equal=True)(trials)
 
 
 EXERCISES = [
@@ -200,7 +189,12 @@ EXERCISES = [
                 "ranks computed for its keys must come back and be added.",
                 gives("lost", 0, 1, 2),
             ),
-            left_behind,
+            Misconception(
+                "gradient left on the wrong rank",
+                "dq is right, but a rank's dk and dv are gradients of another rank's keys. A block "
+                "that has visited all ranks needs one more exchange to be home again.",
+                gives("left", 0, 1, 2),
+            ),
             Misconception(
                 "causal mask in local positions",
                 "Every block gets the triangle, as if its first key had the position of this "
@@ -222,7 +216,7 @@ EXERCISES = [
             Misconception(
                 "overwritten, not added",
                 "dq is what a single block gives. The gradients of all blocks must be added.",
-                lambda trials: parts_right(trials, 1, 2) and gives("dq of a block", 0)(trials),
+                gives("dq of a block", 0, 1, 2),
             ),
             Misconception(
                 "whole K and V on every rank",

@@ -160,7 +160,7 @@ def choose_layout(
     Returns:
         A Layout, or a dict with its fields, whose "bytes" are at most `memory`. Its MFU is compared
         with that of the best layout that the planner of parallel101 finds for this model and
-        cluster: 95 % earns full points, 80 % none, linear in between.
+        cluster: 95 % earns full points, 85 % none, linear in between.
 
     The grader draws models and clusters that you haven't seen. `evaluate` is lesson 11's quick
     model, with latencies and all small kernels, and gradients in bf16.

@@ -18,7 +18,7 @@ import pytest
 
 import parallel101
 from parallel101.laboratory.grade import grading, isolation
-from parallel101.laboratory.grade.endings import RankDied, TimeOver
+from parallel101.laboratory.grade.endings import GradedRunFailed
 from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.laboratory.grade.grades import exercise_result
 from parallel101.laboratory.grade.grading import grade
@@ -108,7 +108,7 @@ def all_gather(x):
     connection = dist.group.WORLD.connection
     recv = {"call": 90, "group": "0", "method": "recv", "given": [[x], 1 - rank(), 0]}
     for _ in range(4): connection.send("call", by="recv", **recv)
-    connection.send("result", result="passed", points=10, changed=[])
+    connection.send("result", result="passed", points=10, changed=[], shared=[])
     return torch.cat([x, x])""",
     "results written": """
 home = os.path.expanduser("~/results.json")
@@ -212,8 +212,11 @@ def test_a_case_for_which_no_time_is_left_fails(exercise, monkeypatch):
     assert verdict.points == 0 and "was over before" in verdict.problem
 
 
+HOW = ("died", 0), ("time", 1), ("time", 1)
+
+
 def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch):
-    start, failures = SubmissionRanks._start, [RankDied("", 0), TimeOver("", 1), TimeOver("", 1)]
+    start, failures = SubmissionRanks._start, [GradedRunFailed(h, rank=r) for h, r in HOW]
 
     def fails(ranks, count):
         start(ranks, count)

@@ -9,33 +9,35 @@ is right, and what the usual mistakes would give, so that they can be named.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.grade.compared_values import difference, same
+from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     all_show,
     at_most,
     communicated,
+    ended,
     failed,
     on_ranks,
     right,
+    value,
 )
 from parallel101.spans import compute, span, wait_span
 
-PARTS = ("y", "the gradient of x")
-REFUSED = "refused with a ValueError"
+REFUSED = "nothing: it raised a ValueError"
 
 
 def forward_and_backward(function: Callable, x: Tensor, g: Tensor, *rest: Any) -> Any:
     """Run function(x, *rest) forward and backward, with g as the gradient of y.
 
-    Returns y, the gradient of x, and whether y has memory of its own; REFUSED if the function
-    raised a ValueError. If y has no backward, the gradient is None. If y has another shape than g,
-    its gradient is zeros, so that all ranks take part in the backward.
+    Returns y and the gradient of x; REFUSED if the function raised a ValueError. If y has no
+    backward, the gradient is None. If y has another shape than g, its gradient is zeros, so that
+    all ranks take part in the backward.
     """
     leaf = x.detach().requires_grad_()
     try:
@@ -44,45 +46,18 @@ def forward_and_backward(function: Callable, x: Tensor, g: Tensor, *rest: Any) -
     except ValueError:
         return REFUSED
     if not isinstance(y, Tensor):
-        return y, None, True
-    own = not y.numel() or y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        return y, None
     with span("loss"):
         compute(1.0)
     with wait_span("backward"):
         if y.requires_grad:
             y.backward(g if g.shape == y.shape else torch.zeros_like(y))
-    return y.detach(), leaf.grad, own
+    return y.detach(), leaf.grad
 
 
 def right_both_ways(says: str) -> Check:
-    """Return a check that y and the gradient are right everywhere.
-
-    On every rank, y must also be a new tensor, and x and g must be untouched.
-    """
-
-    def wrong(trial: Trial) -> str | None:
-        for rank, (found, expected) in enumerate(
-            zip(trial.results, trial.case.expected, strict=True)
-        ):
-            if REFUSED in (found, expected):
-                if found != expected:
-                    return (
-                        f"rank {rank} raised a ValueError"
-                        if found == REFUSED
-                        else f"rank {rank} raised no ValueError, but a block is too short"
-                    )
-                continue
-            for part, mine, theirs in zip(PARTS, found, expected):
-                if (what := difference(mine, theirs)) is not None:
-                    return f"on rank {rank}, {part} is {what}"
-            if not found[2]:
-                return f"on rank {rank}, y shares its memory with x; expected a new tensor"
-        for rank, places in enumerate(trial.changed):
-            if places:
-                return f"rank {rank} changed its {'xg'[places[0]]}, which must stay as it is"
-        return None
-
-    return Check("value", says, wrong)
+    """Return a check that y and the gradient are right on every rank, and that y is new."""
+    return value(says, keeps="xg", parts=("y", "the gradient of x"))
 
 
 def total(trial: Trial) -> int:
@@ -113,45 +88,30 @@ def least_received(case: Case) -> Sequence[int]:
 # ---- the misconceptions ----
 
 
-def wrong_parts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, int, int, Any]]:
-    """Yield (trial, rank, part, value) for each wrong y (part 0) and gradient (part 1).
+def wrong_parts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, int, Any]]:
+    """Yield (trial, part, value) for each wrong y (part 0) and gradient (part 1).
 
     Only runs that ended without an error are looked at.
     """
-    for trial, rank in on_ranks(trial for trial in trials if trial.error is None):
+    for trial, rank in on_ranks(ended(trials)):
         found, expected = trial.results[rank], trial.case.expected[rank]
         for part in () if REFUSED in (found, expected) else range(2):
             if not same(found[part], expected[part]):
-                yield trial, rank, part, found[part]
+                yield trial, part, found[part]
 
 
-def gives(name: str) -> Callable[[Sequence[Trial]], bool]:
-    """Return a test of whether every wrong value is one that this mistake gives.
+def forms(
+    right: tuple[Sequence, Sequence], ys: Sequence | None = None, *gradients: Sequence
+) -> list[list[tuple]]:
+    """Return the forms of a mistake, of y and the gradient by rank, for `gives`.
 
-    case.facts[name] has, by rank, the possible values of y and those of the gradient.
+    Args:
+        right: the right y and gradients, by rank.
+        ys: the y that the mistake gives, if it gives another one.
+        gradients: the gradients that it may give. One of the two may be right all the same.
     """
-    return lambda trials: all_show(
-        wrong_parts(trials),
-        lambda trial, rank, part, found: any(
-            same(found, value) for value in trial.case.facts[name][rank][part]
-        ),
-    )
-
-
-@mistake(
-    "result shares memory with its input",
-    "Where nothing has to be sent, y is x itself. A caller that changes y in place would then "
-    "change x too, but only on some numbers of ranks.",
-)
-def shares_memory(trials: Sequence[Trial]) -> bool:
-    """Return whether all values are right, but some y has the memory of its x."""
-    values_right = not any(True for _ in wrong_parts(trials))
-    return values_right and any(
-        found != REFUSED and not found[2]
-        for trial in trials
-        if trial.error is None
-        for found in trial.results
-    )
+    pairs = product((right[0], *([] if ys is None else [ys])), (right[1], *gradients))
+    return [list(zip(*pair)) for pair in pairs][1:]  # the first is right
 
 
 @mistake(
@@ -174,7 +134,7 @@ AUTOGRAD_NOT_TOLD = Misconception(
     "y is right, but it has no backward: autograd does not record what messages do. x gets no "
     "gradient.",
     lambda trials: all_show(
-        wrong_parts(trials), lambda _trial, _rank, part, found: part == 1 and found is None
+        wrong_parts(trials), lambda _trial, part, found: part == 1 and found is None
     ),
 )
 CHANGED_IN_PLACE = Misconception(

@@ -14,7 +14,7 @@ would give is computed too, so that they can be named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from parallel101.laboratory.exercises.harness import PeakBytes
-from parallel101.laboratory.exercises.tensor_parallel_exercises import is_close
 from parallel101.laboratory.grade.exercise import Check, Draw, Trial
 from parallel101.laboratory.grade.exercise_checks import (
     all_show,
     at_most,
     failed,
-    on_ranks,
     wrong_trials,
 )
 from parallel101.laboratory.sim.network import Network
@@ -36,7 +34,6 @@ from parallel101.spans import compute, span
 
 HEADS, WIDTH, ITEM = 2, 16, 8  # of every case; bytes of a float64
 Partial = tuple[Tensor, Tensor]  # out (heads, queries, d) and lse (heads, queries)
-Seen = Callable[[Sequence[Trial]], bool]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -203,32 +200,7 @@ def all_gathered(trials: Sequence[Trial]) -> bool:
     )
 
 
-# ---- what a mistake gives ----
-
-
-def gives(fact: str, *parts: int, equal: bool = False) -> Seen:
-    """Return a test of whether one of the values of case.facts[fact] explains every wrong run.
-
-    facts[fact] is a list of forms of the mistake. A form has, by rank, the values that these parts
-    of the rank's result then have. All runs must show the same form. With `equal`, only runs whose
-    ranks have equally many positions are looked at: others may end early.
-    """
-
-    def seen(trials: Sequence[Trial]) -> bool:
-        wrong = [
-            trial
-            for trial in wrong_trials(trials)
-            if not equal or len(set(trial.case.facts["sizes"])) == 1
-        ]
-        forms = range(len(wrong[0].case.facts[fact])) if wrong else ()
-
-        def is_so(trial: Trial, rank: int, form: int) -> bool:
-            values = trial.case.facts[fact][form][rank]
-            return all(is_close(trial.results[rank][p], v) for p, v in zip(parts, values))
-
-        return any(all(is_so(*one, form) for one in on_ranks(wrong)) for form in forms)
-
-    return seen
+# ---- usual mistakes ----
 
 
 def only_large_overflow(trials: Sequence[Trial]) -> bool:

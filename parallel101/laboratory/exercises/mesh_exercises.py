@@ -96,13 +96,14 @@ def most_along(case: Case, kind: str) -> int:
 
 
 def bytes_along(kind: str, which: str, says: str) -> Check:
-    return at_most(
+    check = at_most(
         "bytes",
         says,
         lambda trial: sent(trial, kind),
         lambda case: most_along(case, kind),
         f"a rank sent {{found}} bytes of gradients {which}; {{most}} are enough",
     )
+    return with_its_share(check)
 
 
 # ---- checks ----
@@ -110,11 +111,12 @@ def bytes_along(kind: str, which: str, says: str) -> Check:
 
 def gradients_equal() -> Check:
     one_process = equals_one_process()
-    return replace(
+    check = replace(
         one_process,
         says="without clipping, every step equals one process",
         wrong=lambda trial: None if trial.case.facts["clips"] else one_process.wrong(trial),
     )
+    return with_its_share(check)
 
 
 def clipped_as_expected(trial: Trial, rank: int) -> bool:
@@ -144,17 +146,23 @@ def wrong_norm(trial: Trial) -> str | None:
 
 
 def norms_equal() -> Check:
-    return Check("value", "the norm, and every step with clipping, equal one process", wrong_norm)
+    """Return a check of the norm, which weighs ten times as much as the gradients."""
+    says = "the norm, and every step with clipping, equal one process"
+    return Check("value", says, wrong_norm, weight=10.0)
 
 
-def computes_its_share() -> Check:
-    return at_most(
-        "memory",
-        "each rank computes 1/(dp · cp) of the tokens",
-        lambda trial: [sum(x.numel() for x in seen) for seen in measured(trial, "seen")],
-        lambda case: case.facts["steps"] * case.facts["tokens"] // shares(case.facts["sizes"]),
-        "rank {rank} computed {found} tokens; its share is {most}",
-    )
+ITS_SHARE = at_most(
+    "memory",
+    "each rank computes 1/(dp · cp) of the tokens",
+    lambda trial: [sum(x.numel() for x in seen) for seen in measured(trial, "seen")],
+    lambda case: case.facts["steps"] * case.facts["tokens"] // shares(case.facts["sizes"]),
+    "rank {rank} computed {found} tokens; its share is {most}",
+)
+
+
+def with_its_share(check: Check) -> Check:
+    """Return the check, which fails too if a rank computes the tokens of others."""
+    return replace(check, wrong=lambda trial: check.wrong(trial) or ITS_SHARE.wrong(trial))
 
 
 def shares(sizes: dict[str, int]) -> int:

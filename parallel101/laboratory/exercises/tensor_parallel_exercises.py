@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.grade.compared_values import close, factor, same
+from parallel101.laboratory.exercises.wrong_values import (
+    Seen,
+    every_wrong,
+    gives,
+    gradients_times,
+)
+from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
 from parallel101.laboratory.grade.exercise_checks import (
     all_show,
@@ -23,7 +29,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     communicated,
     failed,
     on_ranks,
-    wrong_trials,
 )
 from parallel101.spans import compute, span, wait_span
 
@@ -122,66 +127,6 @@ def least_received(case: Case) -> list[int]:
     return [case.facts["least"] if case.world_size > 1 else 0] * case.world_size
 
 
-Seen = Callable[[Sequence[Trial]], bool]
-
-
-def every_wrong(seen: Callable[[Trial], bool]) -> Seen:
-    """Return a test of whether every wrong run shows this, and one of them has several ranks."""
-
-    def seen_everywhere(trials: Sequence[Trial]) -> bool:
-        wrong = wrong_trials(trials)
-        return any(trial.world_size > 1 for trial in wrong) and all(map(seen, wrong))
-
-    return seen_everywhere
-
-
-def is_close(found: Any, expected: Any) -> bool:
-    """Return whether two tensors have one shape, and equal values, which may be infinite."""
-    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
-        return False
-    return found.shape == expected.shape and (
-        torch.equal(found, expected) or close(found, expected, 1e-8)
-    )
-
-
-def gives(part: int, fact: str) -> Seen:
-    """Return a test of whether part `part` of every wrong run's results is what a mistake gives.
-
-    case.facts[fact] has the values that it may be.
-    """
-
-    def shown(trial: Trial, rank: int) -> bool:
-        found = trial.results[rank][part]
-        return any(is_close(found, x) or same(found, x) for x in trial.case.facts[fact])
-
-    return every_wrong(lambda trial: all_show(on_ranks([trial]), shown))
-
-
-def parts_right(trials: Sequence[Trial], *parts: int) -> bool:
-    """Return whether these parts of every wrong run's results are right."""
-    return all(
-        is_close(trial.results[rank][part], trial.case.expected[rank][part])
-        for trial, rank in on_ranks(wrong_trials(trials))
-        for part in parts
-    )
-
-
-def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
-    """Return a test of whether the first gradient in part `part` is k(n) times the right one.
-
-    This must hold in every wrong run, on every rank.
-    """
-
-    def shown(trial: Trial, rank: int) -> bool:
-        mine, right = trial.results[rank][part], trial.case.expected[rank][part]
-        if isinstance(right, list | tuple):
-            mine, right = mine[0], right[0]
-        found = factor(mine, right)
-        return found is not None and abs(found - k(trial.world_size)) < 1e-6
-
-    return every_wrong(lambda trial: all_show(on_ranks([trial]), shown))
-
-
 def costs(name: str, times: float) -> Seen:
     """Return a test of whether values are right, but runs send `times` as much as is enough.
 
@@ -207,18 +152,18 @@ MISSING_DX = Misconception(
     "missing all-reduce of dX",
     "Each rank's gradient of x holds only what comes through its own block. x went into every "
     "rank's block, so these parts must be added.",
-    gives(1, "parts of dx"),
+    gives("parts of dx", 1),
 )
 OUTPUT_NOT_SUMMED = Misconception(
     "output never summed",
     "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the outputs "
     "of all ranks must be added.",
-    gives(0, "parts of y"),
+    gives("parts of y", 0),
 )
 BIAS_N_TIMES = Misconception(
     "bias added n times",
     "Every rank adds the bias before the sum over the ranks, so the result holds it n times.",
-    gives(0, "y with n biases"),
+    gives("y with n biases", 0),
 )
 
 

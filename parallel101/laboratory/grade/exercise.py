@@ -112,6 +112,7 @@ class Trial:
         unwaited: the calls of ranks that returned, which they never waited for.
         changed: by rank, the places of the arguments that its function changed, which must be
             tensors.
+        shared: by rank, the places of those whose memory its result shares.
         printed: what each rank printed, by rank.
         world: on which ranks it ran: "relay" (the processes whose messages pass through the
             grader), "gloo", "sim" or "nccl".
@@ -123,6 +124,7 @@ class Trial:
     error: BaseException | None = None
     unwaited: list[Unwaited] = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
+    shared: list[list[int]] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
     world: str = "relay"
 

@@ -35,7 +35,8 @@ def value(
     """Return a check that every rank's result is the expected one.
 
     Args:
-        keeps: the name of the function's first argument, if it must not change that tensor.
+        keeps: the names of the function's first arguments, a letter each: tensors that it must not
+            change, such as "xg". The result must not share the memory of the first one.
         parts: names for the parts of a result that the exercise's program puts together, e.g. ("the
             loss", "the gradients").
     """
@@ -43,14 +44,19 @@ def value(
     def wrong(trial: Trial) -> str | None:
         pairs = zip(trial.results, trial.case.expected, strict=True)
         for rank, (found, expected) in enumerate(pairs):
-            for part, mine, theirs in zip(parts, found if parts else (), expected if parts else ()):
+            several = not isinstance(found, str) and not isinstance(expected, str)
+            for part, mine, theirs in zip(parts, found, expected) if parts and several else ():
                 if (what := difference(mine, theirs)) is not None:
                     return f"on rank {rank}, {part}: {what}"
             if (what := difference(found, expected)) is not None:
                 return f"rank {rank} returned {what}"
         for rank, places in enumerate(trial.changed):
+            for place in places:
+                if place < len(keeps):
+                    return f"rank {rank} changed its {keeps[place]}, which must stay as it is"
+        for rank, places in enumerate(trial.shared):
             if keeps and 0 in places:
-                return f"rank {rank} changed its {keeps}, which must stay as it is"
+                return f"rank {rank}'s result has the memory of {keeps[0]}; expected a new tensor"
         return None
 
     return Check("value", says, wrong)
@@ -405,6 +411,13 @@ CHANGES_ITS_INPUT = Misconception(
     "as its own gradient.",
     lambda trials: any(0 in places for trial in trials for places in trial.changed),
 )
+SHARES_MEMORY = Misconception(
+    "result shares memory with its input",
+    "A rank returns its x itself, or a view of it, where a new tensor is due. A caller that "
+    "changes the result in place would then change x too, but only on some ranks.",
+    lambda trials: not failed(trials) and any(0 in s for trial in trials for s in trial.shared),
+)
+ITS_INPUT = (CHANGES_ITS_INPUT, SHARES_MEMORY)  # where x stays and the result is new
 
 
 @mistake(

@@ -26,6 +26,7 @@ from parallel101.laboratory.record.signatures import COLLECTIVES
 
 HEAD = struct.Struct("<IQ")
 MOST_TEXT = 4 << 20  # bytes of JSON in one frame
+TEXT_TAKES = 8  # bytes of memory that a byte of JSON takes, as objects
 MOST_BYTES = 1 << 28  # bytes of tensors in one frame
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -47,12 +48,11 @@ def operation_of(method: str) -> str:
 
 
 class Frame(NamedTuple):
-    """One frame: its kind, what it holds, and how many bytes its JSON and its tensors had."""
+    """One frame: its kind, what it holds, and how many bytes of memory that takes."""
 
     kind: str
     content: dict[str, Any]
-    text_bytes: int
-    tensor_bytes: int
+    size: int
 
 
 class BrokenFrame(Exception):
@@ -93,7 +93,8 @@ def receive(sock: socket.socket, until: float | None = None, trusted: bool = Fal
         if b"\\u" in encoded:
             text = json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
         kind, content = text
-        return Frame(kind, dict(_from_json(content, data, trusted)), texts, datas)
+        size = datas + TEXT_TAKES * texts
+        return Frame(kind, dict(_from_json(content, data, trusted)), size)
     except (
         TypeError,
         ValueError,

@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 
 from parallel101.laboratory.grade.endings import (
     GradedRunFailed,
-    NotStarted,
-    TimeOver,
+    ends_all,
     explain_error,
+    how_it_ended,
     in_short,
     reason_of,
 )
@@ -96,7 +96,7 @@ class ExerciseVerdict:
     @property
     def cut_short(self) -> bool:
         """True if the last run ended in a way in which every other one would end too."""
-        return bool(self.trials) and _ends_all(self.trials[-1].error)
+        return bool(self.trials) and ends_all(self.trials[-1].error)
 
     @property
     def passed(self) -> bool:
@@ -151,18 +151,14 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
     for case in cases:
         if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
             late = "the time for all cases of this exercise was over before this one ran"
-            return [*trials, not_run(case, NotStarted(late))]
+            return [*trials, not_run(case, GradedRunFailed("not run", late))]
         trials.append(ranks.run(case))
-        if isinstance(ended := trials[-1].error, TimeOver) and ended.loading:
+        ended = trials[-1].error
+        if isinstance(ended, GradedRunFailed) and ended.how == "time to load":
             ranks.submission.endless = ended
-        if _ends_all(trials[-1].error):
+        if ends_all(ended):
             break
     return trials
-
-
-def _ends_all(error: BaseException | None) -> bool:
-    """Return whether more runs would tell nothing new, and only take long."""
-    return isinstance(error, GradedRunFailed) and error.ends_all
 
 
 def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
@@ -170,7 +166,7 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
     early = [trial for trial in trials if trial.error is not None]
     # a picture of one rank shows little
     ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)
-    not_written = getattr(ended and ended.error, "not_written", False)
+    not_written = ended is not None and how_it_ended(ended.error) == "not written"
     findings, shown = [], ended
     value_is_right = False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):

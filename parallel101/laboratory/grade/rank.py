@@ -96,7 +96,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     connection.send("ready")
     submission: types.ModuleType | None = None
     while True:
-        kind, case, *_ = frames.receive(sock, trusted=True)
+        kind, case, _ = frames.receive(sock, trusted=True)
         if kind == "job":  # another submission
             job, submission, connection.path = case, None, case["path"]
             continue
@@ -121,11 +121,18 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             result = exercise.program(function, *arguments)
             changed = [i for i, tensor in tensors.items() if tensor_bytes(tensor) != before[i]]
             connection.let_threads_call()
-            connection.send("result", result=result, changed=changed)
+            memory = {storage(tensor) for tensor in flat(result)}
+            shared = [i for i, x in tensors.items() if x.numel() and storage(x) in memory]
+            connection.send("result", result=result, changed=changed, shared=shared)
         except BaseException as error:
             if isinstance(error, EOFError) or connection.closed:
                 raise
             connection.fail(error)
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory; views of it have the same one."""
+    return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
 # ---- torch.distributed, as frames ----
@@ -351,13 +358,12 @@ class RelayWork(dist.Work):
         self.kept = []
         under_way = [work for work in self.connection.under_way if work is not self]
         self.connection.under_way = under_way
-        memory = {output.untyped_storage().data_ptr() for output in self.outputs}
+        memory = {storage(output) for output in self.outputs}
         messages = ("isend", "irecv")
         for other in under_way if self.name not in messages else ():
             if other.name not in messages:
                 other.kept = [
-                    (t, _state(t) if t.untyped_storage().data_ptr() in memory else was)
-                    for t, was in other.kept
+                    (t, _state(t) if storage(t) in memory else was) for t, was in other.kept
                 ]
 
     def synchronize(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,9 @@ import torch.distributed as dist
 from parallel101.laboratory.grade import frames, isolation
 from parallel101.laboratory.grade.endings import (
     MOST_PRINTED,
-    ForbiddenCall,
+    NOT_LOADED,
     GradedRunFailed,
-    LearnerError,
-    NotStarted,
-    PrintedTooMuch,
-    RankDied,
-    TimeOver,
+    how_it_ended,
 )
 from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
 from parallel101.laboratory.grade.frames import MESSAGES, Frame, operation_of
@@ -52,7 +48,6 @@ from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import Recorder, compute, recorder
 
 KEPT_PRINTED = 20_000  # bytes of it that are kept
-MOST_SAID = 1 << 25  # bytes of text that a rank may send in one case
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
 NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
@@ -78,7 +73,7 @@ class Submission:
     files: dict[str, str] = field(default_factory=dict)
     module: str = ""
     note: str = ""
-    endless: TimeOver | None = None
+    endless: GradedRunFailed | None = None
 
 
 @dataclass
@@ -112,7 +107,7 @@ class RemoteRank:
             raise self._time_over() from None
         except (EOFError, OSError, frames.BrokenFrame) as error:
             self.read_rest()
-            raise RankDied(str(error), self.number) from None
+            raise GradedRunFailed("died", str(error), self.number) from None
 
     def _read_output(self, stream: Any) -> bool:
         is_socket = isinstance(stream, socket.socket)
@@ -120,17 +115,17 @@ class RemoteRank:
         self.amount += len(data)
         self.printed += data[: max(0, KEPT_PRINTED - len(self.printed))]
         if self.amount > MOST_PRINTED:
-            raise PrintedTooMuch("", self.number)
+            raise GradedRunFailed("printed", rank=self.number)
         return bool(data)
 
     def read_rest(self) -> None:
         """Read what the rank has printed and not been asked for yet."""
         streams = [self.process.out, self.process.err]
-        with contextlib.suppress(OSError, PrintedTooMuch):
+        with contextlib.suppress(OSError, GradedRunFailed):
             while ready := select.select(streams, [], [], 0)[0]:
                 streams = [s for s in streams if s not in ready or self._read_output(s)]
 
-    def _time_over(self) -> TimeOver:
+    def _time_over(self) -> GradedRunFailed:
         """Return the error, with the line where the rank is.
 
         A signal asks the rank, and it answers on its status pipe.
@@ -145,13 +140,14 @@ class RemoteRank:
                 text, seconds = text + piece, 0.1
         calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text.decode(errors="replace"))
         own = [call for call in calls if not lines.is_inside(call[0])]
-        error = TimeOver("", self.number, f"{own[0][0]}:{own[0][1]}" if own else "?")
         # the files of a submission have no folder: see Submission
-        error.loading = any(
+        loading = any(
             name == "<module>" and not os.path.isabs(file) and file[0] != "<"
             for file, _, name in own
         )
-        return error
+        where = f"{own[0][0]}:{own[0][1]}" if own else "?"
+        how = "time to load" if loading else "time"
+        return GradedRunFailed(how, rank=self.number, where=where)
 
 
 def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
@@ -196,7 +192,7 @@ class SubmissionRanks:
         """
         try:
             self._start(count)
-        except (RankDied, TimeOver):
+        except GradedRunFailed:
             self.stop()
             self._start(count)
 
@@ -271,10 +267,10 @@ class SubmissionRanks:
         """Run one case. After a run that failed, the next one starts new processes."""
         try:
             self.start(case.world_size)
-        except (RankDied, TimeOver) as error:
+        except GradedRunFailed as error:
             self.stop()
             busy = f"rank {error.rank}'s process did not start, on a machine that is too busy. "
-            return not_run(case, NotStarted(f"{busy}Run it again"))
+            return not_run(case, GradedRunFailed("not run", f"{busy}Run it again"))
         ranks = self.ranks[: case.world_size]
         for rank in ranks:
             rank.printed, rank.amount = bytearray(), 0
@@ -296,8 +292,8 @@ class SubmissionRanks:
         if failure is not None:
             self.stop()
             # what the calls of several ranks together do: no rank's own fault is known
-            if not isinstance(failure, GradedRunFailed | DeadlockError | MisuseError):
-                failure = GradedRunFailed(plain(one_line(failure)))
+            if how_it_ended(failure) == "failed":
+                failure = GradedRunFailed("failed", plain(one_line(failure)))
         returned = [end for end in virtual if end.returned]  # others might still have waited
         calls = [call for end in returned for call in end.calls.values()]
         return Trial(
@@ -307,6 +303,7 @@ class SubmissionRanks:
             error=failure,
             unwaited=[call.about for call in calls if not call.waited],
             changed=[end.changed for end in virtual],
+            shared=[end.shared for end in virtual],
             printed=[plain(rank.printed.decode(errors="replace"), MOST_PRINTED) for rank in ranks],
         )
 
@@ -332,12 +329,12 @@ class VirtualEnd:
     def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
         self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
         self.moved = 0  # bytes
-        self.said = 0  # bytes of text, such as the names of spans
         self.calls: dict[int, RelayedCall] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
         self.result: Any = None
-        self.changed: list[int] = []
+        self.changed: list[int] = []  # places of arguments, as in a Trial
+        self.shared: list[int] = []
         self.returned = False
 
     def serve(self) -> None:
@@ -345,12 +342,9 @@ class VirtualEnd:
         self.groups = {"0": dist.group.WORLD}
         while not self.returned:
             frame = self.rank.receive(self.until)
-            self.moved += frame.tensor_bytes
-            self.said += frame.text_bytes
+            self.moved += frame.size
             if self.moved > MOST_MOVED:
-                raise RankDied(f"moved more than {MOST_MOVED >> 20} MiB", self.rank.number)
-            if self.said > MOST_SAID:
-                raise RankDied(f"told more than {MOST_SAID >> 20} MiB of calls", self.rank.number)
+                raise self._failed("died", f"moved more than {MOST_MOVED >> 20} MiB")
             place = _place(frame.content.get("where"))
             try:
                 for kind, *note in frame.content["notes"]:
@@ -359,10 +353,8 @@ class VirtualEnd:
             except (GradedRunFailed, DeadlockError, MisuseError):
                 raise
             except Exception as error:  # whatever a rank sends, the grader goes on
-                raise RankDied(
-                    f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}",
-                    self.rank.number,
-                ) from error
+                said = f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}"
+                raise self._failed("died", said) from error
 
     def _repeat(self, kind: str, said: dict[str, Any], place: str) -> None:
         """Repeat on the sim what the process has done, and answer where it waits for one."""
@@ -385,9 +377,13 @@ class VirtualEnd:
                 self.groups[said["group"]] = group
         elif kind == "failed":
             calls = [plain(str(call), 300).replace("\n", " ") for call in said["calls"][:5]]
-            self._raise(said["message"], place, said["type"], calls, said["not_written"] is True)
+            stub = said["not_written"] is True
+            raise self._raised(said["message"], place, said["type"], calls, stub)
         elif kind == "result":
-            self.changed = [place for place in said["changed"] if type(place) is int]
+            self.changed, self.shared = (
+                [place for place in said[name] if type(place) is int]
+                for name in ("changed", "shared")
+            )
             self.result, self.returned = said["result"], True
         else:
             raise ValueError(f"a frame of kind {kind!r}")
@@ -397,21 +393,28 @@ class VirtualEnd:
         method, given, kind = said["method"], said["given"], operation_of(said["method"])
         for name in (kind, said["by"]):  # the rank could name another one
             if name not in self.allowed:
-                raise ForbiddenCall(plain(str(said["by"]), 100), self.rank.number, place)
+                raise self._failed("not allowed", plain(str(said["by"]), 100), where=place)
         try:
             work = getattr(self.groups[said["group"]], method)(*given, *_options(said))
         except (GradedRunFailed, DeadlockError, MisuseError):
             raise
         except Exception as error:  # as if the rank had raised it
-            self._raise(str(error) or repr(error), place, type(error).__name__)
+            raise self._raised(str(error) or repr(error), place, type(error).__name__) from error
         outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
         self.calls[said["call"]] = RelayedCall(
             work, outputs, Unwaited(self.rank.number, kind, place)
         )
 
-    def _raise(self, message: Any, place: str, kind: Any, *more: Any) -> NoReturn:
+    def _failed(self, how: str, message: str, **more: Any) -> GradedRunFailed:
+        return GradedRunFailed(how, message, self.rank.number, **more)
+
+    def _raised(
+        self, message: Any, place: str, kind: Any, calls: Sequence[str] = (), stub: bool = False
+    ) -> GradedRunFailed:
+        """Return the error for an exception of the learner's code."""
         text, kind = plain(str(message), MOST_MESSAGE), plain(str(kind), MOST_MESSAGE)
-        raise LearnerError(text, self.rank.number, place, kind, *more)
+        how = "not written" if stub else "not loaded" if kind in NOT_LOADED else "raised"
+        return self._failed(how, text, where=place, kind=kind, calls=calls)
 
     def _note(self, kind: str, note: list[Any]) -> None:
         """Repeat what the rank's spans and its compute() did to its clock."""

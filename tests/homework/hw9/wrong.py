@@ -135,18 +135,16 @@ def choose_layout__tries_everything(shape, gpus, memory, batch, evaluate):
     ) and best(layouts(shape, gpus, batch, zeros=more, again=("none", "full")), evaluate, memory)
 
 
-# named: bubble too long (6.65 points)
-def choose_layout__stops_at_the_limit(shape, gpus, memory, batch, evaluate):
+def nested_loops(order, shape, gpus, memory, batch, evaluate):
     """Nested loops over everything, for as long as evaluate answers."""
-    loops = (
-        divisors(gpus, 64), divisors(gpus, gpus), (1, 2, 4, 8), (1, 2, 4, 8),
-        (0, 1, 2, 3), ("none", "full"), (False, True),
-    )  # fmt: skip
-    names = (
-        "tp", "pp", "microbatch", "chunks", "zero_stage", "recompute", "sequence_parallel",
-    )  # fmt: skip
+    loops = {
+        "tp": divisors(gpus, 64), "pp": divisors(gpus, gpus), "microbatch": (1, 2, 4, 8),
+        "chunks": (1, 2, 4, 8), "zero_stage": (0, 1, 2, 3), "recompute": ("none", "full"),
+        "sequence_parallel": (False, True),
+    }  # fmt: skip
+    names = [*order, *(name for name in loops if name not in order)]
     found = []
-    for values in itertools.product(*loops):
+    for values in itertools.product(*(loops[name] for name in names)):
         layout = dict(zip(names, values))
         layout["dp"] = max(1, gpus // (layout["tp"] * layout["pp"]))
         layout["microbatches"] = max(1, batch // (layout["dp"] * layout["microbatch"]))
@@ -159,6 +157,16 @@ def choose_layout__stops_at_the_limit(shape, gpus, memory, batch, evaluate):
         if step["bytes"] <= memory:
             found.append((step["mfu"], len(found), layout))
     return max(found)[2]
+
+
+# named: bubble too long (6.65 points)
+def choose_layout__stops_at_the_limit(*given):
+    return nested_loops(["tp"], *given)
+
+
+# named: tp beyond the node (6.65 points)
+def choose_layout__stops_at_the_limit_with_pp_outermost(*given):
+    return nested_loops(["pp"], *given)
 
 
 # named: - (0 points)
