@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames
 from parallel101.laboratory.grade.exercise import exercises_in, find, module_of
-from parallel101.laboratory.grade.frames import Frame, operation_of, tensor_bytes
+from parallel101.laboratory.grade.frames import operation_of, tensor_bytes
 from parallel101.laboratory.grade.isolation import OWN_FILES, close, isolate
 from parallel101.laboratory.ranks.watcher import exit_process
 from parallel101.laboratory.ranks.worker import inherited, open_streams
@@ -149,8 +149,6 @@ class Connection:
         self.program = job["exercise_path"]  # the file with the exercise's program
         self.calls = 0
         self.spans = 0
-        # of spans and compute(): they need no answer, and travel with the next frame
-        self.notes: list[list] = []
         self.under_way: list[RelayWork] = []  # of the present case
         self.closed = False
         self.sending = threading.Lock()
@@ -174,11 +172,10 @@ class Connection:
         self._tell(kind, where=caller(), **content)
 
     def _tell(self, kind: str, **content: Any) -> None:
-        """Send a frame, with the notes that were written since the last one."""
+        """Send a frame, from any thread."""
         with self.sending:
-            notes, self.notes = self.notes, []
             try:
-                frames.send(self.sock, kind, notes=notes, **content)
+                frames.send(self.sock, kind, **content)
             except OSError:
                 self.closed = True
                 raise
@@ -194,12 +191,10 @@ class Connection:
         self.send("call", operation, call=self.calls, given=given, options=options, **about)
         return self.calls
 
-    def ask(self, kind: str, call: int) -> Frame:
-        """Ask about a call, and wait for the answer."""
-        if threading.current_thread() is threading.main_thread():
-            self.let_threads_call()
-        self.send(kind, "wait", call=call)
-        return frames.receive(self.sock, trusted=True)
+    def ask(self, kind: str, operation: str, **content: Any) -> dict[str, Any]:
+        """Ask for something that only the grader knows, and wait for the answer."""
+        self.send(kind, operation, **content)
+        return frames.receive(self.sock, trusted=True).content
 
     def ready_made(self) -> str:
         """Return the package through which the learner's code makes this call; "" if none.
@@ -253,21 +248,21 @@ class Connection:
         The grader's clock is the one that counts, so this is only the span's number.
         """
         self.spans += 1
-        self.notes.append(["begin", self.spans])
+        self._tell("begin", span=self.spans)
         return self.spans
 
     def seconds(self) -> float:
         """Return the time on this rank's virtual clock, which only the grader knows."""
-        self.send("clock", "the clock")
-        return float(frames.receive(self.sock, trusted=True).content["seconds"])
+        return float(self.ask("clock", "the clock")["seconds"])
 
     def add_span(
         self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
     ) -> None:
-        self.notes.append(["end", start, name, args, waiting, caller()])
+        labels = {"span": start, "name": name, "labels": args, "waiting": waiting}
+        self._tell("end", where=caller(), **labels)
 
     def compute(self, seconds: float) -> None:
-        self.notes.append(["compute", float(seconds)])
+        self._tell("compute", seconds=float(seconds))
 
     def unrecorded(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the grader records every call."""
@@ -340,7 +335,9 @@ class RelayWork(dist.Work):
 
     def _ask(self, kind: str) -> bool:
         if not self.done:
-            reply = self.connection.ask(kind, self.call).content
+            if threading.current_thread() is threading.main_thread():
+                self.connection.let_threads_call()
+            reply = self.connection.ask(kind, "wait", call=self.call)
             self.done, self.source = reply["done"], reply["source"]
             if self.done:
                 for output, came in zip(self.outputs, reply["outputs"], strict=True):

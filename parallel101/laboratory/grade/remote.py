@@ -54,6 +54,7 @@ NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
 MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
+OWN_ERRORS = (GradedRunFailed, DeadlockError, MisuseError)  # a case may end with one of these
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
 
@@ -76,38 +77,38 @@ class Submission:
     endless: GradedRunFailed | None = None
 
 
-@dataclass
 class RemoteRank:
-    """A process that runs the learner's code as one rank, as the grader holds it."""
+    """A process that runs the learner's code, as the grader holds it, and its virtual rank."""
 
-    number: int
-    process: RankProcess
-    printed: bytearray = field(default_factory=bytearray)  # KEPT_PRINTED of it
-    amount: int = 0  # bytes of all that it has printed
+    def __init__(self, number: int, process: RankProcess):
+        self.number, self.process = number, process
+        self.begin(None, 0.0, ())
+
+    # ---- the process ----
 
     def tell(self, kind: str, **content: Any) -> None:
         """Send a frame. If the rank has died, the next `receive` says so."""
         with contextlib.suppress(OSError):
             frames.send(self.process.control, kind, **content)
 
-    def receive(self, until: float) -> Frame:
+    def receive(self) -> Frame:
         """Return the next frame. Meanwhile, the rank's output is kept."""
         control = self.process.control
         streams: list[Any] = [self.process.out, self.process.err]
         try:
             while True:
-                left = max(0.0, until - time.monotonic())
+                left = max(0.0, self.until - time.monotonic())
                 ready, _, _ = select.select([control, *streams], [], [], left)
                 if not ready:
                     raise TimeoutError
                 streams = [s for s in streams if s not in ready or self._read_output(s)]
                 if control in ready:
-                    return frames.receive(control, until)
+                    return frames.receive(control, self.until)
         except TimeoutError:
             raise self._time_over() from None
         except (EOFError, OSError, frames.BrokenFrame) as error:
             self.read_rest()
-            raise GradedRunFailed("died", str(error), self.number) from None
+            raise self._failed("died", str(error)) from None
 
     def _read_output(self, stream: Any) -> bool:
         is_socket = isinstance(stream, socket.socket)
@@ -115,7 +116,7 @@ class RemoteRank:
         self.amount += len(data)
         self.printed += data[: max(0, KEPT_PRINTED - len(self.printed))]
         if self.amount > MOST_PRINTED:
-            raise GradedRunFailed("printed", rank=self.number)
+            raise self._failed("printed")
         return bool(data)
 
     def read_rest(self) -> None:
@@ -146,8 +147,110 @@ class RemoteRank:
             for file, _, name in own
         )
         where = f"{own[0][0]}:{own[0][1]}" if own else "?"
-        how = "time to load" if loading else "time"
-        return GradedRunFailed(how, rank=self.number, where=where)
+        return self._failed("time to load" if loading else "time", where=where)
+
+    def _failed(self, how: str, message: str = "", **more: Any) -> GradedRunFailed:
+        return GradedRunFailed(how, message, self.number, **more)
+
+    # ---- the virtual rank, in one case ----
+
+    def begin(self, case: Case | None, until: float, allowed: Collection[str]) -> None:
+        """Forget the case before, and let the process begin this one."""
+        self.until, self.allowed = until, allowed
+        self.printed, self.amount = bytearray(), 0  # KEPT_PRINTED of it, and the bytes of it all
+        self.moved = 0  # bytes
+        self.calls: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # works, and their outputs
+        self.unwaited: dict[int, Unwaited] = {}
+        self.groups: dict[str, Any] = {}
+        self.spans: dict[int, Any] = {}
+        self.result: Any = None
+        self.changed: list[int] = []  # places of arguments, as in a Trial
+        self.shared: list[int] = []
+        self.returned = False
+        if case is not None:
+            arguments, size = case.arguments[self.number], case.world_size
+            self.tell("case", arguments=arguments, world_size=size, seed=case.seed)
+
+    def serve(self) -> None:
+        """Do what the process says until it returns. Raises what ended the run early."""
+        self.groups = {"0": dist.group.WORLD}
+        while not self.returned:
+            kind, said, size = self.receive()
+            self.moved += size
+            if self.moved > MOST_MOVED:
+                raise self._failed("died", f"moved more than {MOST_MOVED >> 20} MiB")
+            place = _place(said.get("where"))
+            try:
+                at_place(place, partial(self._repeat, kind, said, place))
+            except OWN_ERRORS:
+                raise
+            except Exception as error:  # whatever a rank sends, the grader goes on
+                what = f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}"
+                raise self._failed("died", what) from error
+
+    def _repeat(self, kind: str, said: dict[str, Any], place: str) -> None:
+        """Repeat on the sim what the process has done, and answer where it waits for one."""
+        if kind == "begin":
+            self.spans[said["span"]] = clock().now()
+        elif kind == "end":
+            times = self.spans[said["span"]], clock().now()
+            labels = said["labels"] if isinstance(said["labels"], dict) else {}
+            clock().add_span(plain(str(said["name"]), 200), *times, labels, said["waiting"] is True)
+        elif kind == "compute":
+            compute(float(said["seconds"]))
+        elif kind == "clock":
+            self.tell("reply", seconds=clock().now())
+        elif kind == "call":
+            self._call(said, place)
+        elif kind in ("wait", "test"):
+            work, outputs = self.calls[said["call"]]
+            if kind == "wait":
+                work.wait()
+            source = None
+            if done := kind == "wait" or work.is_completed():
+                about = self.unwaited.pop(said["call"], None)
+                source = work._source_rank() if about and about.kind == "recv" else None
+            self.tell("reply", done=done, source=source, outputs=outputs if done else [])
+        elif kind == "new_group":
+            group = dist.new_group(said["ranks"])
+            if isinstance(group, dist.ProcessGroup):
+                self.groups[said["group"]] = group
+        elif kind == "failed":
+            calls = [plain(str(call), 300).replace("\n", " ") for call in said["calls"][:5]]
+            stub = said["not_written"] is True
+            raise self._raised(said["message"], place, said["type"], calls, stub)
+        elif kind == "result":
+            self.changed, self.shared = (
+                [place for place in said[name] if type(place) is int]
+                for name in ("changed", "shared")
+            )
+            self.result, self.returned = said["result"], True
+        else:
+            raise ValueError(f"a frame of kind {kind!r}")
+
+    def _call(self, said: dict[str, Any], place: str) -> None:
+        """Repeat a call of a process group's method: a message, or a collective."""
+        method, given, kind = said["method"], said["given"], operation_of(said["method"])
+        for name in (kind, said["by"]):  # the rank could name another one
+            if name not in self.allowed:
+                raise self._failed("not allowed", plain(str(said["by"]), 100), where=place)
+        try:
+            work = getattr(self.groups[said["group"]], method)(*given, *_options(said))
+        except OWN_ERRORS:
+            raise
+        except Exception as error:  # as if the rank had raised it
+            raise self._raised(str(error) or repr(error), place, type(error).__name__) from error
+        outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
+        self.calls[said["call"]] = work, outputs
+        self.unwaited[said["call"]] = Unwaited(self.number, kind, place)
+
+    def _raised(
+        self, message: Any, place: str, kind: Any, calls: Sequence[str] = (), stub: bool = False
+    ) -> GradedRunFailed:
+        """Return the error for an exception of the learner's code."""
+        text, kind = plain(str(message), MOST_MESSAGE), plain(str(kind), MOST_MESSAGE)
+        how = "not written" if stub else "not loaded" if kind in NOT_LOADED else "raised"
+        return self._failed(how, text, where=place, kind=kind, calls=calls)
 
 
 def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
@@ -179,6 +282,8 @@ class SubmissionRanks:
         self.scratch: tempfile.TemporaryDirectory | None = None
 
     def __enter__(self) -> SubmissionRanks:
+        # the fork server imports what the ranks need while the grader draws the cases
+        preload_for([self.exercise], self._compiler())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,7 +308,6 @@ class SubmissionRanks:
         if self.scratch is None:
             self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
             os.chmod(self.scratch.name, 0o711)
-            preload_for([self.exercise], self._compiler())
         started = start_ranks(len(missing), "parallel101.laboratory.grade.rank")
         new = [RemoteRank(n, process) for n, process in zip(missing, started, strict=True)]
         self.ranks += new
@@ -214,9 +318,9 @@ class SubmissionRanks:
             if user is not None:
                 os.chown(folder, user, user)
             rank.tell("job", **self._job(rank.number, user, str(folder)))
-        until = time.monotonic() + 30
         for rank in new:
-            rank.receive(until)
+            rank.until = time.monotonic() + 30
+            rank.receive()
 
     def _compiler(self) -> Sequence[str]:
         """Return the modules of torch's compiler if the code needs it.
@@ -272,16 +376,12 @@ class SubmissionRanks:
             busy = f"rank {error.rank}'s process did not start, on a machine that is too busy. "
             return not_run(case, GradedRunFailed("not run", f"{busy}Run it again"))
         ranks = self.ranks[: case.world_size]
-        for rank in ranks:
-            rank.printed, rank.amount = bytearray(), 0
         until = time.monotonic() + case.seconds
-        virtual = [VirtualEnd(rank, case, until, self.exercise.allowed) for rank in ranks]
         # the processes compute at the same time, though the sim repeats one call after the other
         for rank in ranks:
-            arguments = case.arguments[rank.number]
-            rank.tell("case", arguments=arguments, world_size=case.world_size, seed=case.seed)
+            rank.begin(case, until, self.exercise.allowed)
         outcome = simulate(
-            lambda number: virtual[number].serve(),
+            lambda number: ranks[number].serve(),
             case.world_size,
             case.network,
             payload_bytes=PAYLOAD_BYTES,
@@ -294,16 +394,15 @@ class SubmissionRanks:
             # what the calls of several ranks together do: no rank's own fault is known
             if how_it_ended(failure) == "failed":
                 failure = GradedRunFailed("failed", plain(one_line(failure)))
-        returned = [end for end in virtual if end.returned]  # others might still have waited
-        calls = [call for end in returned for call in end.calls.values()]
+        returned = [rank for rank in ranks if rank.returned]  # others might still have waited
         return Trial(
             case=case,
-            results=[end.result for end in virtual],
+            results=[rank.result for rank in ranks],
             trace=Trace.from_rows(outcome.events, case.world_size, "sim", outcome.unfinished),
             error=failure,
-            unwaited=[call.about for call in calls if not call.waited],
-            changed=[end.changed for end in virtual],
-            shared=[end.shared for end in virtual],
+            unwaited=[call for rank in returned for call in rank.unwaited.values()],
+            changed=[rank.changed for rank in ranks],
+            shared=[rank.shared for rank in ranks],
             printed=[plain(rank.printed.decode(errors="replace"), MOST_PRINTED) for rank in ranks],
         )
 
@@ -311,123 +410,6 @@ class SubmissionRanks:
 def not_run(case: Case, error: GradedRunFailed) -> Trial:
     """Return the trial of a case that was not run."""
     return Trial(case, [None] * case.world_size, Trace((), case.world_size, "sim"), error)
-
-
-@dataclass
-class RelayedCall:
-    """A call that a rank has posted, and what is needed to answer its wait."""
-
-    work: Any
-    outputs: list[torch.Tensor]
-    about: Unwaited
-    waited: bool = False
-
-
-class VirtualEnd:
-    """The virtual rank that repeats what one process does."""
-
-    def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
-        self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
-        self.moved = 0  # bytes
-        self.calls: dict[int, RelayedCall] = {}
-        self.groups: dict[str, Any] = {}
-        self.spans: dict[int, Any] = {}
-        self.result: Any = None
-        self.changed: list[int] = []  # places of arguments, as in a Trial
-        self.shared: list[int] = []
-        self.returned = False
-
-    def serve(self) -> None:
-        """Do what the process says until it returns. Raises what ended the run early."""
-        self.groups = {"0": dist.group.WORLD}
-        while not self.returned:
-            frame = self.rank.receive(self.until)
-            self.moved += frame.size
-            if self.moved > MOST_MOVED:
-                raise self._failed("died", f"moved more than {MOST_MOVED >> 20} MiB")
-            place = _place(frame.content.get("where"))
-            try:
-                for kind, *note in frame.content["notes"]:
-                    self._note(kind, note)
-                at_place(place, partial(self._repeat, frame.kind, frame.content, place))
-            except (GradedRunFailed, DeadlockError, MisuseError):
-                raise
-            except Exception as error:  # whatever a rank sends, the grader goes on
-                said = f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}"
-                raise self._failed("died", said) from error
-
-    def _repeat(self, kind: str, said: dict[str, Any], place: str) -> None:
-        """Repeat on the sim what the process has done, and answer where it waits for one."""
-        if kind == "call":
-            self._call(said, place)
-        elif kind in ("wait", "test"):
-            call = self.calls[said["call"]]
-            if kind == "wait":
-                call.work.wait()
-            done = kind == "wait" or call.work.is_completed()
-            call.waited = call.waited or done
-            source = call.work._source_rank() if done and call.about.kind == "recv" else None
-            outputs = call.outputs if done else []
-            self.rank.tell("reply", done=done, source=source, outputs=outputs)
-        elif kind == "clock":
-            self.rank.tell("reply", seconds=clock().now())
-        elif kind == "new_group":
-            group = dist.new_group(said["ranks"])
-            if isinstance(group, dist.ProcessGroup):
-                self.groups[said["group"]] = group
-        elif kind == "failed":
-            calls = [plain(str(call), 300).replace("\n", " ") for call in said["calls"][:5]]
-            stub = said["not_written"] is True
-            raise self._raised(said["message"], place, said["type"], calls, stub)
-        elif kind == "result":
-            self.changed, self.shared = (
-                [place for place in said[name] if type(place) is int]
-                for name in ("changed", "shared")
-            )
-            self.result, self.returned = said["result"], True
-        else:
-            raise ValueError(f"a frame of kind {kind!r}")
-
-    def _call(self, said: dict[str, Any], place: str) -> None:
-        """Repeat a call of a process group's method: a message, or a collective."""
-        method, given, kind = said["method"], said["given"], operation_of(said["method"])
-        for name in (kind, said["by"]):  # the rank could name another one
-            if name not in self.allowed:
-                raise self._failed("not allowed", plain(str(said["by"]), 100), where=place)
-        try:
-            work = getattr(self.groups[said["group"]], method)(*given, *_options(said))
-        except (GradedRunFailed, DeadlockError, MisuseError):
-            raise
-        except Exception as error:  # as if the rank had raised it
-            raise self._raised(str(error) or repr(error), place, type(error).__name__) from error
-        outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
-        self.calls[said["call"]] = RelayedCall(
-            work, outputs, Unwaited(self.rank.number, kind, place)
-        )
-
-    def _failed(self, how: str, message: str, **more: Any) -> GradedRunFailed:
-        return GradedRunFailed(how, message, self.rank.number, **more)
-
-    def _raised(
-        self, message: Any, place: str, kind: Any, calls: Sequence[str] = (), stub: bool = False
-    ) -> GradedRunFailed:
-        """Return the error for an exception of the learner's code."""
-        text, kind = plain(str(message), MOST_MESSAGE), plain(str(kind), MOST_MESSAGE)
-        how = "not written" if stub else "not loaded" if kind in NOT_LOADED else "raised"
-        return self._failed(how, text, where=place, kind=kind, calls=calls)
-
-    def _note(self, kind: str, note: list[Any]) -> None:
-        """Repeat what the rank's spans and its compute() did to its clock."""
-        if kind == "begin":
-            self.spans[note[0]] = clock().now()
-        elif kind == "compute":
-            compute(float(note[0]))
-        elif kind == "end":
-            start, name, labels, waiting, place = note
-            times = self.spans[start], clock().now()
-            labels = labels if isinstance(labels, dict) else {}
-            add = partial(clock().add_span, plain(str(name), 200), *times, labels, bool(waiting))
-            at_place(_place(place), add)
 
 
 def _options(said: dict[str, Any]) -> list[Any]:
