@@ -6,6 +6,7 @@
     estimate_exercises, estimate_answers, layout_choice   numbers worked out before a run
     bug_hunt                            programs with a fault that the seed draws
     harness                             the steps of training in which a learner's function runs
+    wrong_values                        what a usual mistake gives: named if a run has it
     questions                           what many exercises ask before a run
 
 Each builds cases, checks and usual mistakes out of grade/exercise.py and grade/exercise_checks.py.
