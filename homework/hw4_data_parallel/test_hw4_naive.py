@@ -24,8 +24,8 @@ from parallel101.laboratory.exercises.training_exercises import (
     train_whole,
 )
 from parallel101.laboratory.grade.exercise import (
+    AUTOGRAD,
     COLLECTIVES,
-    OPTIM,
     P2P,
     Case,
     Draw,
@@ -166,7 +166,7 @@ EXERCISES = [
         cases=naive_cases,
         program=train,
         allowed=P2P | COLLECTIVES,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         checks=(equals_one_process(), bytes_check),
         least_received=naive_least,
         misconceptions=(

@@ -25,15 +25,14 @@ from parallel101.laboratory.exercises.training_exercises import (
     added_to_the_last,
     all_reduce_bytes,
     equals_one_process,
-    make_optimizer,
     ring_slack,
     scaled,
     train,
     train_whole,
 )
 from parallel101.laboratory.grade.exercise import (
+    AUTOGRAD,
     COLLECTIVES,
-    OPTIM,
     P2P,
     Case,
     Check,
@@ -61,10 +60,11 @@ def train_in_microbatches(
 ) -> dict[str, Any]:
     """Train on each rank. inputs: (steps, microbatches, samples, features)."""
     model = make_model(sizes, weights)
-    optimizer = make_optimizer(model)
-    steps = OptimizerSteps(model, optimizer)
+    steps = OptimizerSteps(model)
     mark_gradients(model)
-    function(model, F.mse_loss, optimizer, [list(zip(*share)) for share in zip(inputs, targets)])
+    function(
+        model, F.mse_loss, steps.optimizer, [list(zip(*share)) for share in zip(inputs, targets)]
+    )
     return steps.result()
 
 
@@ -299,7 +299,7 @@ EXERCISES = [
         cases=overlap_cases,
         program=train_in_microbatches,
         allowed=P2P | COLLECTIVES,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         checks=(
             equals_one_process(),
             bytes_sent(

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from parallel101 import Network
 from parallel101.laboratory.exercises.harness import (
-    LEARNING_RATE,
-    MOMENTUM,
+    SGD,
     Optimizers,
     PeakBytes,
     TanhLinear,
@@ -25,8 +24,8 @@ from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
+    AUTOGRAD,
     COLLECTIVES,
-    OPTIM,
     P2P,
     Case,
     Check,
@@ -79,19 +78,16 @@ def clipped(named: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
 def train_whole(
     weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
 ) -> tuple[nn.Sequential, dict[str, Tensor]]:
-    """Train one process with the whole batch, and return the model and its momentum.
-
-    The updates are written by hand: with its first optimizer, torch imports its compiler.
-    """
-    model, momentum = make_model([inputs.shape[-1]] * (LAYERS + 1), weights), {}
+    """Train one process with the whole batch, and return the model and its momentum."""
+    model = make_model([inputs.shape[-1]] * (LAYERS + 1), weights)
+    optimizer, named = SGD(model.parameters()), dict(model.named_parameters())
     for x, y in zip(inputs, targets):
-        gradients = clipped(gradients_of(model, F.mse_loss(model(x), y)), max_norm)
-        for name, p in model.named_parameters():
-            momentum[name] = (
-                MOMENTUM * momentum[name] + gradients[name] if name in momentum else gradients[name]
-            )
-            p.data -= LEARNING_RATE * momentum[name]
-    return model, momentum
+        for name, gradient in clipped(
+            gradients_of(model, F.mse_loss(model(x), y)), max_norm
+        ).items():
+            named[name].grad = gradient
+        optimizer.step()
+    return model, {name: optimizer.state[p]["momentum_buffer"] for name, p in named.items()}
 
 
 def pieces_of(value: Tensor, n: int) -> list[Tensor]:
@@ -506,7 +502,7 @@ def sharded(
         cases=sharded_cases,
         program=train_sharded,
         allowed=P2P | COLLECTIVES,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         checks=(*checks, *more.pop("checks", ())),
         least_received=least,
         misconceptions=(*misconceptions, *more.pop("misconceptions", ())),
@@ -578,7 +574,7 @@ EXERCISES = [
         cases=zero3_cases,
         program=train_in_pieces,
         allowed=P2P | COLLECTIVES,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         checks=(
             weights_equal(),
             bytes_sent(shared_bytes(3), "3(n−1)/n of the weights' bytes per step", slack),

@@ -1,7 +1,7 @@
 """Grade exercise 13c of homework 5: ZeRO-1 with master weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM
+from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM, SGD
 from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
+    AUTOGRAD,
     COLLECTIVES,
-    OPTIM,
     P2P,
     Case,
     Check,
@@ -92,27 +92,25 @@ def train_one_process(
 def train(function, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Train this rank's replica. inputs: (steps, microbatches of this rank, samples, features)."""
     model = make_model(weights)
-    parameters: list[nn.Parameter] = []
+    made: list[SGD] = []
     rounded: list[bool] = []
     gradients: list[bool] = []
     squares: list[float] = []  # of the first step
 
-    def make_optimizer(given):
-        optimizer = torch.optim.SGD(given, lr=LEARNING_RATE, momentum=MOMENTUM)
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
-        parameters.extend(mine)
+    def before(optimizer: SGD) -> None:
+        found = [p.grad for p in optimizer.given if p.grad is not None]
+        if optimizer.steps == 1:
+            squares.extend(float(gradient.square().sum()) for gradient in found)
+        rounded.append(all(is_rounded(p.detach()) for p in optimizer.given))
+        gradients.append(all(map(is_rounded, found)))
 
-        def before(*_: Any) -> None:
-            if not optimizer.state:
-                squares.extend(float(p.grad.square().sum()) for p in mine if p.grad is not None)
-            rounded.append(all(is_rounded(p.detach()) for p in mine))
-            gradients.append(all(is_rounded(p.grad) for p in mine if p.grad is not None))
-
-        optimizer.register_step_pre_hook(before)
-        return optimizer
+    def make_optimizer(given: Iterable[Tensor]) -> SGD:
+        made.append(SGD(given, before))
+        return made[-1]
 
     batches = [list(zip(x.bfloat16(), y)) for x, y in zip(inputs, targets)]
     function(model, loss_fn, make_optimizer, batches)
+    parameters = [p for optimizer in made for p in optimizer.given]
     return {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
         "masters": torch.cat([p.detach().flatten() for p in parameters] or [torch.zeros(0)]),
@@ -350,7 +348,7 @@ EXERCISES = [
         cases=lambda draw: [mixed_case(draw, n) for n in (1, 2, 3, 4)],
         program=train,
         allowed=P2P | COLLECTIVES,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         checks=(
             weights_equal(),
             replace(masters_equal(), weight=6.0),

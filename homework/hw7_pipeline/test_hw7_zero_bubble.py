@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101 import compute, schedule, span
+from parallel101.laboratory.exercises.harness import SGD
 from parallel101.laboratory.exercises.pipeline_exercises import (
     LEARNING_RATE,
     ROWS,
@@ -24,7 +25,7 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     stage_of,
 )
 from parallel101.laboratory.grade.exercise import (
-    OPTIM,
+    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -70,21 +71,13 @@ class SplitStage:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-class MarkedSGD(torch.optim.SGD):
-    """SGD whose step appears in the record."""
-
-    def step(self, closure: Any = None) -> Any:
-        with span("optimizer step"):
-            return super().step(closure)
-
-
 def run_split_step(
     step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int
 ) -> list[Any]:
     """Run one zero-bubble step on this rank, and return the loss and the stage's new weights."""
     rank = dist.get_rank()
     inner = stage_of(seed, rank)
-    optimizer = MarkedSGD(inner.parameters(), lr=LEARNING_RATE)
+    optimizer = SGD(inner.parameters(), lr=LEARNING_RATE, momentum=0.0)
     loss = step(
         SplitStage(inner, rank),
         inputs,
@@ -168,7 +161,7 @@ EXERCISES = [
         points=5,
         cases=split_cases,
         program=run_split_step,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         checks=(
             value(
                 "the loss, and every weight after the step, equal one process",

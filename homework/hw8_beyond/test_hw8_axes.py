@@ -31,11 +31,11 @@ from parallel101.laboratory.exercises.mesh_exercises import (
     sent,
 )
 from parallel101.laboratory.exercises.questions import ask_sent
-from parallel101.laboratory.exercises.training_exercises import ITEM, make_optimizer
+from parallel101.laboratory.exercises.training_exercises import ITEM
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
+    AUTOGRAD,
     COLLECTIVES,
-    OPTIM,
     P2P,
     Case,
     Draw,
@@ -143,7 +143,6 @@ def train(
 ) -> dict[str, Any]:
     """What each rank runs. inputs: (steps, samples, time, features)."""
     model = Block(parameters, groups_of(sizes))
-    optimizer = make_optimizer(model)
     local: dict[str, Tensor] = {}  # the gradients of the first step, before any message
 
     def ready(name: str) -> Callable[[Tensor], None]:
@@ -155,10 +154,10 @@ def train(
 
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(ready(name))
-    steps = OptimizerSteps(model, optimizer)
+    steps = OptimizerSteps(model)
     batches = list(zip(inputs, targets))
     norms = function(
-        model, F.mse_loss, optimizer, batches, dict(sizes), set(CUT), set(PARTIAL), max_norm
+        model, F.mse_loss, steps.optimizer, batches, dict(sizes), set(CUT), set(PARTIAL), max_norm
     )
     if isinstance(norms, list | tuple):
         norms = [float(norm) for norm in norms]
@@ -272,7 +271,7 @@ EXERCISES = [
         cases=cases,
         program=train,
         allowed=P2P | COLLECTIVES,
-        imports=OPTIM,
+        imports=AUTOGRAD,
         weights={"value": 0.55, "bytes": 0.3, "memory": 0.15},
         checks=(
             gradients_equal(),

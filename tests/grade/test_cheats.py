@@ -19,7 +19,7 @@ import pytest
 import parallel101
 from parallel101.laboratory.grade import grading, isolation
 from parallel101.laboratory.grade.endings import GradedRunFailed
-from parallel101.laboratory.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
+from parallel101.laboratory.grade.exercise import COLLECTIVES, COMPILER, P2P, load_exercises
 from parallel101.laboratory.grade.grades import exercise_result
 from parallel101.laboratory.grade.grading import grade
 from parallel101.laboratory.grade.isolation import GRADERS, _beside, claimed, protection
@@ -293,7 +293,7 @@ READY_MADE = {
 
 @pytest.mark.parametrize("code", READY_MADE.values(), ids=READY_MADE)
 def test_what_torch_has_ready_made_may_send_nothing(exercise, code):
-    imports_it = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
+    imports_it = replace(exercise, allowed=P2P | COLLECTIVES, imports=COMPILER)
     verdict = grade(
         imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret"
     )
@@ -306,7 +306,7 @@ def all_gather(x):
     from torch.distributed._functional_collectives import all_gather_tensor
     return all_gather_tensor(x, 0, dist.group.WORLD) + 0
 """
-    allowed = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
+    allowed = replace(exercise, allowed=P2P | COLLECTIVES, imports=COMPILER)
     assert grade(allowed, submission(code, "functional"), "a secret").points == 10
 
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel101.laboratory.exercises.harness import (
-    LEARNING_RATE,
-    MOMENTUM,
     OptimizerSteps,
     make_model,
 )
@@ -47,11 +45,6 @@ def all_reduce_bytes(nbytes: float, n: int) -> int:
     return round(2 * (n - 1) / n * nbytes)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD: with AdamW, gradients that are n times too large would go unnoticed."""
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
 def train(
     function, sizes: list[int], tied: bool, weights: Tensor, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
@@ -60,9 +53,8 @@ def train(
     `inputs` has the shape (steps, samples of this rank, features).
     """
     model = make_model(sizes, weights, tied)
-    optimizer = make_optimizer(model)
-    steps = OptimizerSteps(model, optimizer)
-    function(model, F.mse_loss, optimizer, list(zip(inputs, targets)))
+    steps = OptimizerSteps(model)
+    function(model, F.mse_loss, steps.optimizer, list(zip(inputs, targets)))
     return steps.result()
 
 

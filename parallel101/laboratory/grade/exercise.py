@@ -36,7 +36,7 @@ P2P = frozenset({"send", "recv"})
 COLLECTIVES = frozenset(spec.kind for spec in signatures.COLLECTIVES.values())
 # torch imports it at the first backward(gradient) or autograd.grad
 AUTOGRAD = ("torch.fx.experimental.symbolic_shapes",)
-OPTIM = (*AUTOGRAD, "torch._dynamo")  # and this at the first optimizer
+COMPILER = (*AUTOGRAD, "torch._dynamo")  # and this with the first of its own optimizers
 # each message takes one second, so a run takes as many seconds as it has steps
 STEPS = Network(latency=1.0, bandwidth=math.inf)
 
@@ -229,7 +229,7 @@ class Exercise:
             the record.
         allowed: the operations that the learner may call: P2P, or more.
         imports: modules that take long to import and that the ranks need: AUTOGRAD for
-            backward(gradient), OPTIM for optimizers.
+            backward(gradient), COMPILER for torch's own optimizers.
         watch: a case whose inputs carry their origin (see analysis/provenance.py), for the
             animation; None: the failing case is shown.
         picture: "collective", "lanes" or "pipeline": how a run is drawn.

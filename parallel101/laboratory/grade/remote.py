@@ -35,7 +35,7 @@ from parallel101.laboratory.grade.endings import (
     GradedRunFailed,
     how_it_ended,
 )
-from parallel101.laboratory.grade.exercise import OPTIM, P2P, Case, Exercise, Trial, Unwaited
+from parallel101.laboratory.grade.exercise import COMPILER, P2P, Case, Exercise, Trial, Unwaited
 from parallel101.laboratory.grade.frames import MESSAGES, Frame, operation_of
 from parallel101.laboratory.grade.isolation import clean_up, user_of
 from parallel101.laboratory.grade.plain_text import plain
@@ -329,7 +329,7 @@ class SubmissionRanks:
         """
         sources = (self.submission.source, *self.submission.files.values())
         needed = any(name in text for name in NEED_COMPILER for text in sources)
-        return OPTIM if needed and self.exercise.allowed > P2P else ()
+        return COMPILER if needed and self.exercise.allowed > P2P else ()
 
     def take(self, submission: Submission) -> None:
         """Run another submission on the same processes from now on.
