@@ -80,7 +80,7 @@ def factor(found: Any, expected: Any) -> float | None:
     tensors = isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
     if not tensors or found.shape != expected.shape:
         return None
-    mine, theirs = found.double().flatten(), expected.double().flatten()
+    mine, theirs = (t.detach().double().flatten() for t in (found, expected))
     norm = float(theirs @ theirs)
     if not norm or not bool(mine.any()) or not bool(torch.isfinite(mine).all()):
         return None
