@@ -11,9 +11,9 @@ results from the same weights. `OptimizerSteps` keeps what the optimizer's steps
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -96,14 +96,16 @@ def mark(name: str, **labels: Any) -> None:
 class SGD(torch.optim.Optimizer):
     """SGD with momentum, as torch's own computes it. The record has a span for each step.
 
-    With its own first optimizer, torch imports its compiler, which takes seconds in each process.
     With AdamW, gradients that are n times too large would go unnoticed.
 
     Attributes:
-        given: the parameters.
         steps: how many steps have begun.
         before: called with this optimizer before each step.
     """
+
+    # without what makes torch import its compiler, in seconds, with the first optimizer
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def __init__(
         self,
@@ -112,30 +114,26 @@ class SGD(torch.optim.Optimizer):
         lr: float = LEARNING_RATE,
         momentum: float = MOMENTUM,
     ):
-        parts = [part["params"] if isinstance(part, dict) else [part] for part in parameters]
-        self.given = [p for part in parts for p in part]
-        if not self.given or not all(p.is_leaf for p in self.given):
-            raise ValueError("an optimizer needs one parameter or more, each a leaf of the graph")
-        self.defaults = {"lr": lr, "momentum": momentum}
-        self.param_groups = [{"params": self.given, **self.defaults}]
-        self.state = defaultdict(dict)
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
         self.steps, self.before = 0, before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for p in self.given:
-            p.grad = None if set_to_none or p.grad is None else torch.zeros_like(p.grad)
+    @property
+    def given(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self.steps += 1
         mark("optimizer step", step=self.steps)
         self.before(self)
-        (group,) = self.param_groups
-        for p in self.given:
-            if p.grad is not None:
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                momentum.mul_(group["momentum"]).add_(p.grad)
-                p.add_(momentum, alpha=-group["lr"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    momentum.mul_(group["momentum"]).add_(p.grad)
+                    p.add_(momentum, alpha=-group["lr"])
+        return loss
 
 
 class OptimizerSteps:
