@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -34,6 +34,9 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
+
+ASYNCHRONOUS = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
+AT_ONCE = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
 
 EMPTY = (
     "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
@@ -57,23 +60,23 @@ class LiveBytes:
     """
 
     def __init__(self) -> None:
-        self.storages: dict[str, list[weakref.ref[UntypedStorage]]] = defaultdict(list)
+        self.alive: dict[str, weakref.WeakSet[UntypedStorage]] = defaultdict(weakref.WeakSet)
         self.peak: dict[str, int] = defaultdict(int)
 
     def begin(self) -> None:
-        self.peak = defaultdict(int, {kind: self.now(kind) for kind in self.storages})
+        """Forget the peaks of the step before."""
+        self.peak.clear()
+        for kind in self.alive:
+            self.note(kind)
 
     def watch(self, kind: str, tensor: Tensor) -> None:
         """Count the memory of this tensor from now on."""
-        self.storages[kind].append(weakref.ref(tensor.untyped_storage()))
-        self.peak[kind] = max(self.peak[kind], self.now(kind))
+        self.alive[kind].add(tensor.untyped_storage())
+        self.note(kind)
 
-    def now(self, kind: str) -> int:
-        """Return the bytes of this kind that are alive."""
-        refs = self.storages[kind]
-        alive = {id(storage): (ref, storage) for ref in refs if (storage := ref()) is not None}
-        refs[:] = [ref for ref, _ in alive.values()]
-        return sum(storage.nbytes() for _, storage in alive.values())
+    def note(self, kind: str) -> None:
+        now = sum(storage.nbytes() for storage in self.alive[kind])
+        self.peak[kind] = max(self.peak[kind], now)
 
 
 @dataclass
@@ -120,11 +123,11 @@ class Flat:
         self, parameters: Parameters, zero: ZeROGroup, *, weights: bool, gradients: bool = False
     ):
         self.parameters, self.zero, self.live = dict(parameters), zero, zero.live
-        self.group = zero.ranks_of(next(iter(parameters)))
-        self.shapes = [p.shape for p in parameters.values()]
-        members, values = group_of(self.group), [p.detach() for p in parameters.values()]
-        assert members.position is not None
-        sizes, n, position = [p.numel() for p in values], members.size, members.position
+        self.group = group_of(zero.ranks_of(next(iter(parameters))))
+        n, position = self.group.size, self.group.position
+        assert position is not None
+        values = [p.detach() for p in parameters.values()]
+        self.shapes, sizes = [p.shape for p in values], [p.numel() for p in values]
         block = -(-sum(sizes) // n)
         self.padding = block * n - sum(sizes)
         self.cuts = [*sizes, self.padding]
@@ -143,24 +146,18 @@ class Flat:
         self.owned: dict[str, nn.Parameter] = {}
         self.piece_grads: dict[str, Tensor] = {}
         for name, (start, stop) in zip(parameters, pairwise(accumulate(sizes, initial=0))):
-            low, high = (min(max(block * i, start), stop) - start for i in (position, position + 1))
-            self.placements[name] = Pieces(low, high)
+            low, high = (min(max(block * i, start), stop) for i in (position, position + 1))
+            self.placements[name] = Pieces(low - start, high - start)
             if low < high:
-                first = start + low - block * position
-                place = slice(first, first + high - low)  # in this rank's block
-                self.owned[name] = piece = nn.Parameter(self.shard[place])
+                here = slice(low - block * position, high - block * position)
+                self.owned[name] = piece = nn.Parameter(self.shard[here])
                 piece.grad_dtype = of_gradients
-                self.piece_grads[name] = self.grad[place]
+                self.piece_grads[name] = self.grad[here]
         self.begin()
         if weights:
-            self.show()
+            self.show(whole.split(self.cuts))
         else:
             self.free()
-
-    def cut(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the parameters' parts of a whole array, by name and in their shapes."""
-        parts = zip(self.parameters, self.shapes, whole.split(self.cuts))
-        return {name: part.view(shape) for name, shape, part in parts}
 
     # ── weights ──
 
@@ -169,19 +166,13 @@ class Flat:
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
             self.live.watch("weights", self.whole)
-        group, algorithm = self.group, self.zero.algorithm.get("all_gather")
-        if algorithm is None:
-            self.arriving = all_gather_async(self.shard, group=group, out=self.whole)
-        else:
-            self.whole.copy_(all_gather(self.shard, group=group, algorithm=algorithm))
-            self.arriving = AsyncCollective(iter(()), self.whole)  # has arrived
+        self.arriving = self.begin_message("all_gather", self.shard, self.whole)
 
     def wait(self) -> None:
         """Wait until the blocks have arrived. Then the parameters are whole."""
         if self.arriving is not None:
-            self.arriving.wait()
+            self.show(self.arriving.wait().split(self.cuts))
             self.arriving = None
-            self.show()
 
     def gathered(self) -> Tensor:
         """Return the whole array, and gather it first if it is not there."""
@@ -191,11 +182,10 @@ class Flat:
         assert self.whole is not None
         return self.whole
 
-    def show(self) -> None:
-        """Make the parameters views of the whole array."""
-        assert self.whole is not None
-        for p, part in zip(self.parameters.values(), self.cut(self.whole).values()):
-            p.data = part
+    def show(self, parts: Iterable[Tensor]) -> None:
+        """Make the parameters views of these parts of an array."""
+        for p, shape, part in zip(self.parameters.values(), self.shapes, parts):
+            p.data = part.view(shape)
 
     def free(self) -> None:
         """Free the other ranks' blocks. The parameters are empty until the next gather."""
@@ -208,6 +198,13 @@ class Flat:
         """Give the parameters their shapes without memory, so that gradients can be assigned."""
         for p, shape in zip(self.parameters.values(), self.shapes):
             p.data = self.shard.new_zeros(()).expand(shape)
+
+    def begin_message(self, operation: str, x: Tensor, out: Tensor | None) -> AsyncCollective:
+        """Begin an all-gather or reduce-scatter. One with an algorithm runs to its end."""
+        if (algorithm := self.zero.algorithm.get(operation)) is None:
+            return ASYNCHRONOUS[operation](x, group=self.group, out=out)
+        result = AT_ONCE[operation](x, group=self.group, algorithm=algorithm)
+        return AsyncCollective(iter(()), result if out is None else out.copy_(result))
 
     # ── gradients ──
 
@@ -246,13 +243,9 @@ class Flat:
 
         The first one of a step arrives in `grad` itself.
         """
-        gradients, group = self.take_gradients(), self.group
+        gradients = self.take_gradients()
         out, self.summed = None if self.summed else self.grad, True
-        algorithm = self.zero.algorithm.get("reduce_scatter")
-        if algorithm is None:
-            return reduce_scatter_async(gradients, group=group, out=out)
-        total = reduce_scatter(gradients, group=group, algorithm=algorithm)
-        return AsyncCollective(iter(()), total if out is None else out.copy_(total))  # has arrived
+        return self.begin_message("reduce_scatter", gradients, out)
 
     def add(self, total: Tensor) -> None:
         """Add a sum that has arrived for this rank's block, unless it arrived in `grad` itself."""
@@ -347,44 +340,35 @@ class ZeRO(GradientSync):
 # Otherwise no layer would ever be freed.
 
 
-class SavedWeight(NamedTuple):
-    """A view of a flat array, or of one of its parameters in autocast's dtype."""
-
-    flat: Flat
-    parameter: str | None
-    dtype: torch.dtype
-    view: tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
-
-    def values(self) -> Tensor:
-        base = self.flat.gathered()
-        if self.parameter is not None:
-            base = self.flat.cut(base)[self.parameter].to(self.dtype)
-        return base.as_strided(*self.view)
-
-
-def pack_and_unpack(
+def saving_places(
     whole_now: Callable[[], list[Flat]], autocast: torch.dtype | None
 ) -> tuple[Callable, Callable]:
     """Return hooks for `saved_tensors_hooks`: they save weights in the flat arrays of
-    `whole_now()` as places, all else as always.
+    `whole_now()` as functions that return them, all else as always.
+
+    Args: autocast: the dtype of copies of weights, which are saved in the same way.
     """
 
-    def pack(tensor: Tensor) -> Tensor | SavedWeight:
-        view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         memory = tensor.untyped_storage()
         source = source_of_cast(tensor) if tensor.dtype == autocast else None
+        view = tensor.size(), tensor.stride(), tensor.storage_offset()
         for flat in whole_now():
             if flat.whole is not None and flat.whole.untyped_storage() is memory:
-                return SavedWeight(flat, None, tensor.dtype, view)
-            for name, p in flat.parameters.items() if source is not None else ():
+                return partial(weight_again, flat, None, tensor.dtype, view)
+            for number, p in enumerate(flat.parameters.values()):
                 if p is source:
-                    return SavedWeight(flat, name, tensor.dtype, view)
+                    return partial(weight_again, flat, number, tensor.dtype, view)
         return tensor
 
-    def unpack(saved: Tensor | SavedWeight) -> Tensor:
-        return saved.values() if isinstance(saved, SavedWeight) else saved
+    return pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
 
-    return pack, unpack
+
+def weight_again(flat: Flat, number: int | None, dtype: torch.dtype, view: Any) -> Tensor:
+    """Return a view of a flat array, or of its parameter of this number in another dtype."""
+    whole = flat.gathered()
+    part = whole if number is None else whole.split(flat.cuts)[number].to(dtype)
+    return part.as_strided(*view)
 
 
 def source_of_cast(tensor: Tensor) -> Any:

@@ -16,7 +16,7 @@ Variances".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parallel101.autograd import all_gather
 from parallel101.mesh import Group
 from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.batches import Batch
+from parallel101.trainers.function_mode import Replacing
 from parallel101.trainers.layout import DATA, Axes
 from parallel101.trainers.options import Options
 
@@ -86,9 +86,9 @@ class Norms(Axis):
             return
         ranks = list(self.data.ranks)
         own = dist.new_group(ranks, use_local_synchronization=True, group_desc="mesh_dp")
-        statistics = OfAllRanks(self.data._replace(process_group=own))
+        group = self.data._replace(process_group=own)
         for _, module in norms_of(model):
-            module.forward = partial(forward, MethodType(type(module).forward, module), statistics)
+            module.forward = MethodType(partial(forward, group), module)
         self.least = 1, "sync_batch_norm needs one on each rank"
 
 
@@ -96,28 +96,10 @@ def norms_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, NORMS))
 
 
-def forward(original: Callable[[Tensor], Tensor], statistics: OfAllRanks, x: Tensor) -> Tensor:
-    with statistics:
-        return original(x)
-
-
-class OfAllRanks(TorchFunctionMode):
-    """Replaces F.batch_norm by `batch_norm` over these ranks while it is active.
-
-    So a module's own code decides when to use and update which statistics.
-    """
-
-    def __init__(self, group: Group):
-        super().__init__()
-        self.group = group
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (partial(batch_norm, self.group) if func is F.batch_norm else func)(
-            *args, **(kwargs or {})
-        )
-
-    def __deepcopy__(self, memo: Any) -> OfAllRanks:
-        return self  # a copy of the model takes the statistics of the same ranks
+def forward(group: Group, norm: Any, x: Tensor) -> Tensor:
+    """Run a norm's own code, which decides when to use and update which statistics."""
+    with Replacing({F.batch_norm: partial(batch_norm, group)}):
+        return type(norm).forward(norm, x)
 
 
 def batch_norm(

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
@@ -36,6 +35,7 @@ from parallel101.trainers.batches import (
     tensors_of,
 )
 from parallel101.trainers.checkpoint import check_place, save
+from parallel101.trainers.function_mode import Replacing
 from parallel101.trainers.history import History, StepResult
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses
@@ -208,11 +208,13 @@ def evaluate_share(trainer: Trainer, inputs: Batch, targets: Batch) -> tuple[flo
 
 @contextmanager
 def evaluation_mode(trainer: Trainer) -> Iterator[None]:
-    """Put the trainer's model in eval mode inside; its layers compute what they hold."""
-    with (
-        evaluating(trainer.model),
-        WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext(),
-    ):
+    """Put the trainer's model in eval mode inside; its layers compute what they hold.
+
+    In eval mode nn.TransformerEncoderLayer reads the weights of its layers itself. It calls the
+    layers if any mode is active, even one that replaces nothing.
+    """
+    cut = trainer.axes.sizes.get("tp", 1) > 1
+    with evaluating(trainer.model), Replacing({}) if cut else nullcontext():
         yield
 
 
@@ -226,18 +228,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:  # and no other: some may be frozen
             module.training = True
-
-
-class WithoutFastPath(TorchFunctionMode):
-    """Lets nn.TransformerEncoderLayer call its layers, while it is active.
-
-    Otherwise, in eval mode, torch reads their weights itself.
-
-    torch leaves its fast path as soon as any mode is active, and this one changes nothing else.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: Any) -> None:

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+
+from parallel101.trainers.function_mode import Replacing
 
 _thread = threading.local()  # .later: the WeightGradients of the forward that this thread computes
 
@@ -63,8 +64,9 @@ class WeightGradients:
             yield
             return
         before, _thread.later = split_backward(), self
+        anchor = torch.empty(0, requires_grad=True)
         try:
-            with _Later(self):
+            with Replacing({F.linear: functools.partial(linear, self, anchor)}):
                 yield
         finally:
             _thread.later = before
@@ -94,23 +96,14 @@ def split_backward() -> WeightGradients | None:
     return getattr(_thread, "later", None)
 
 
-class _Later(TorchFunctionMode):
-    """Lets every nn.Linear and F.linear over parameters leave its weight gradient for later,
-    while it is active.
-    """
-
-    def __init__(self, later: WeightGradients):
-        super().__init__()
-        self.later, self.anchor = later, torch.empty(0, requires_grad=True)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and torch.is_grad_enabled():
-            given = dict(zip(("input", "weight", "bias"), args)) | (kwargs or {})
-            x, weight, bias = given["input"], given["weight"], given.get("bias")
-            parameters = isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
-            if parameters and weight.requires_grad:
-                return _Linear.apply(x, self.anchor, (weight, bias), self.later)
-        return func(*args, **(kwargs or {}))
+def linear(
+    later: WeightGradients, anchor: Tensor, input: Tensor, weight: Tensor, bias: Any = None
+) -> Tensor:
+    """Return F.linear, which leaves its weight gradient for later if its weights are parameters."""
+    parameters = isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
+    if parameters and weight.requires_grad and torch.is_grad_enabled():
+        return _Linear.apply(input, anchor, (weight, bias), later)
+    return F.linear(input, weight, bias)
 
 
 class _Linear(Function):

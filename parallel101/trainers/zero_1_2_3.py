@@ -40,7 +40,7 @@ from parallel101.trainers.flat import (
     flats_of,
     free,
     gather,
-    pack_and_unpack,
+    saving_places,
     wait,
     walk,
 )
@@ -138,7 +138,7 @@ class ZeRO3(ZeRO):
         self.current: str | None = None
         self.in_backward = self.sends = False
         self.spans = ExitStack()
-        self.saving = pack_and_unpack(self.whole_now, autocast)
+        self.saving = saving_places(self.whole_now, autocast)
         walk(model, {name: modules[name] for name in self.layers}, self.use)
 
     # ── a forward or a backward ──

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.batches import Batch, in_words, map_tensors, tensors_of
 from parallel101.trainers.context.time_layout import local_positions, time_sizes
 from parallel101.trainers.context.ulysses import ulysses_attention
 from parallel101.trainers.context_parallel import ring_attention
+from parallel101.trainers.function_mode import Replacing
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.options import Options
 from parallel101.trainers.recompute import and_its_repetitions
@@ -106,7 +106,8 @@ class ContextAxis(Axis):
         time is cut.
         """
         try:
-            with and_its_repetitions(lambda: AttentionOverRanks(self)):
+            attention = {F.scaled_dot_product_attention: self.attend}
+            with and_its_repetitions(lambda: Replacing(attention)):
                 yield
         except RuntimeError as error:
             if type(error) is not RuntimeError or "shape" not in str(error):
@@ -116,6 +117,28 @@ class ContextAxis(Axis):
                 f"time, is cut over the {self.group.size} ranks of cp: expected inputs (samples, "
                 "time, …), and a model for sequences of any length"
             ) from error
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute scaled_dot_product_attention with all ranks along cp."""
+        if attn_mask is not None or dropout_p > 0:
+            raise ValueError(
+                f"scaled_dot_product_attention was called with dropout_p={dropout_p} and attn_mask="
+                f"{'None' if attn_mask is None else 'a mask'}, and the axis cp computes it block "
+                "by block on several ranks: expected is_causal=True or False alone, without "
+                "dropout of the attention weights"
+            )
+        way: Any = {"causal": is_causal, "layout": self.layout, "sizes": self.sizes}
+        return self.attention(query, key, value, group=self.group, scale=scale, **way)
 
     def describe(self) -> Iterator[str]:
         way = {"ulysses": "all-to-all over heads"}.get(self.way, f"ring attention, {self.way}")
@@ -130,46 +153,3 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 def positions_in(signature: inspect.Signature) -> str | None:
     """Return a forward's name for its positions; None if it doesn't take them."""
     return next((name for name in POSITIONS if name in signature.parameters), None)
-
-
-class AttentionOverRanks(TorchFunctionMode):
-    """Lets all ranks along cp compute scaled_dot_product_attention, while it is active."""
-
-    def __init__(self, axis: ContextAxis):
-        super().__init__()
-        self.axis = axis
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self.attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        axis = self.axis
-        if attn_mask is not None or dropout_p > 0:
-            raise ValueError(
-                f"scaled_dot_product_attention was called with dropout_p={dropout_p} and attn_mask="
-                f"{'None' if attn_mask is None else 'a mask'}, and the axis cp computes it block "
-                "by block on several ranks: expected is_causal=True or False alone, without "
-                "dropout of the attention weights"
-            )
-        return axis.attention(
-            query,
-            key,
-            value,
-            group=axis.group,
-            causal=is_causal,
-            layout=axis.layout,
-            sizes=axis.sizes,
-            scale=scale,
-        )

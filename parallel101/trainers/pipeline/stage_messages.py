@@ -1,13 +1,14 @@
 """Messages between pipeline stages: activations to the next stage, and their gradients back.
 
-    rank 0 ══ group "0 → 1": activations ══▶ rank 1
-    rank 0 ◀═ group "1 → 0": gradients ═════ rank 1
+    rank 0 ══ group "up": activations ═══▶ rank 1
+    rank 0 ◀═ group "down": gradients ════ rank 1
 
-Each direction between two ranks has a process group of its own: NCCL has no tags, and messages of
-one group go one by one. Receives are posted ahead, so their shape must be known. The first message
-of each shape of microbatch is announced by a small one with its shape and dtype. Messages from one
-rank are received in the order in which it sends them. A sent tensor is kept until it was received.
-That is known without asking, when a message arrives that its sender could compute only with it.
+The ranks of a pipeline have two process groups, one for messages to later positions and one for
+those to earlier ones: NCCL has no tags, and messages of one group between two ranks go one by one.
+Receives are posted ahead, so their shape must be known. The first message of each shape of
+microbatch is announced by a small one with its shape and dtype. Messages from one rank are received
+in the order in which it sends them. A sent tensor is kept until it was received. That is known
+without asking, when a message arrives that its sender could compute only with it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from parallel101.trainers.schedules.actions import (
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
-MOST_GROUPS = 1000
 Spec = tuple[tuple[int, ...], torch.dtype]
 HEADER: Spec = (2 + MOST_DIMS,), torch.int64
 
@@ -59,13 +59,11 @@ class Messages:
     ):
         self.placement, self.me, self.device = placement, axes.here["pp"], device
         self.ranks = axes.along(["pp"]).ranks
-        pairs = {
-            (position, placement[partner(action).stage])
-            for position, of_rank in enumerate(lists)
-            for action in of_rank
-            if action.kind.startswith("SEND")
-        }
-        self.groups = groups_of(axes, sorted(pairs))
+        self.groups = [
+            dist.new_group(list(self.ranks), use_local_synchronization=True, group_desc="mesh_pp")
+            for _ in ("up", "down")
+            if len(self.ranks) > 1
+        ]
         self.acknowledged = acknowledged(lists, placement, self.me)
         messages = [a for of_rank in lists for a in of_rank if a.kind in COMMUNICATION]
         self.partners = {action: partner(action) for action in messages}
@@ -110,7 +108,7 @@ class Messages:
         self.isend(action, tensor.contiguous(), to)
 
     def isend(self, action: Action, tensor: Tensor, to: int) -> None:
-        work = dist.isend(tensor, self.ranks[to], self.groups[self.me, to])
+        work = dist.isend(tensor, self.ranks[to], self.groups[self.me > to])
         assert work is not None
         self.sent.setdefault(action, []).append((work, tensor))
 
@@ -134,7 +132,7 @@ class Messages:
 
     def irecv(self, source: int, spec: Spec, device: torch.device) -> tuple[Tensor, dist.Work]:
         box = torch.empty(spec[0], dtype=spec[1], device=device)
-        work = dist.irecv(box, self.ranks[source], self.groups[source, self.me])
+        work = dist.irecv(box, self.ranks[source], self.groups[source > self.me])
         assert work is not None
         return box, work
 
@@ -167,38 +165,6 @@ class Messages:
         """Return the key of its shape in `known`: a gradient has the shape of the activation."""
         stage = receive.stage if receive.kind == "RECV_F" else receive.stage + 1
         return stage, self.shapes[receive.microbatch]
-
-
-def groups_of(
-    axes: Axes, pairs: Sequence[tuple[int, int]]
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Return a group for each direction between two positions of this rank's pipeline.
-
-    All ranks of the world must make all groups, in the same order. If only some of them train, or
-    if there were many groups, the ranks of each pipeline make two groups of their own: one for
-    messages to later positions, one for messages to earlier ones.
-    """
-    if not pairs:
-        return {}
-    line = axes.along(["pp"]).ranks
-    ranks = len(axes.members.ranks)
-    if ranks < dist.get_world_size() or ranks // len(line) * len(pairs) > MOST_GROUPS:
-        both = [
-            dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp")
-            for _ in range(2)
-        ]
-        return {(source, to): both[source > to] for source, to in pairs}
-    groups = {}
-    positions = range(ranks)
-    lines = dict.fromkeys(
-        tuple(axes.members.ranks[i] for i in axes.line(["pp"], position)) for position in positions
-    )
-    for other in lines:
-        for source, to in pairs:
-            group = dist.new_group([other[source], other[to]], group_desc="mesh_pp")
-            if other == line and axes.here["pp"] in (source, to):
-                groups[source, to] = group
-    return groups
 
 
 def activations(stage: int, y: Any) -> Tensor:

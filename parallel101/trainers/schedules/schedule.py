@@ -60,11 +60,11 @@ class Schedule:
         """Raise ScheduleError if the schedule cannot be run, and name the action: missing, twice,
         too early, or waiting in a cycle.
 
-        Args: rules: "gloo" or "nccl", for sends and receives that are in the lists. On gloo each
-            is under way by itself. On NCCL those of a
-                rank go one by one, in the order of its list, as torch's pipelining posts them.
-                Lists of compute only have no such
-                cycle: our executor has a group for each direction between two stages.
+        Args:
+            rules: "gloo" or "nccl", for sends and receives that are in the lists. On gloo each is
+                under way by itself. On NCCL those of a rank go one by one, in the order of its
+                list, as torch's pipelining posts them. Lists of compute only have no such cycle:
+                our executor has a group for each direction.
         """
         check(self.ranks, self.placement, self.microbatches, rules)
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from parallel101.trainers.tensor.plan import Chain, Style
-from parallel101.trainers.tensor.tensor_group import SequenceGroup
+from parallel101.trainers.tensor.tensor_group import TensorGroup
 from parallel101.trainers.tensor_parallel import VocabularyEmbedding
 
 
@@ -46,7 +46,7 @@ class TimeCuts:
     keep_after: set[str] = field(default_factory=set)
     arrivals: dict[str, str] = field(default_factory=dict)
 
-    def connect(self, model: nn.Module, tp: SequenceGroup, here: Collection[str]) -> None:
+    def connect(self, model: nn.Module, tp: TensorGroup, here: Collection[str]) -> None:
         """Let the modules of this rank cut and join at their entries and exits."""
 
         def arrive(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -31,7 +31,7 @@ from parallel101.trainers.tensor.plan import (
     whole_number,
 )
 from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
-from parallel101.trainers.tensor.tensor_group import SequenceGroup, TensorGroup
+from parallel101.trainers.tensor.tensor_group import TensorGroup
 from parallel101.trainers.tensor_parallel import (
     ColumnLinear,
     RowLinear,
@@ -105,10 +105,8 @@ class TensorAxis(Axis):
         parameters.
         """
         group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
-        tp = TensorGroup(group, self.algorithm, self.options.overlap)
-        tp_in_time = SequenceGroup(
-            group, self.algorithm, self.options.overlap, self.options.regather
-        )
+        options = group, self.algorithm, self.options.overlap
+        tp, tp_in_time = TensorGroup(*options), TensorGroup(*options, True, self.options.regather)
         named = list(model.named_modules(remove_duplicate=False))
         here = {name for name, _ in named if is_below(name, local)}
         uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())

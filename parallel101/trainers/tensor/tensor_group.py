@@ -1,6 +1,6 @@
 """The ranks over which layers are cut, and the messages between them.
 
-                     TensorGroup                        SequenceGroup (time is cut outside)
+                     TensorGroup                        with in_time: time is cut outside
     into columns     x is on every rank already         all-gather x
       and backward   all-reduce the gradient            reduce-scatter it
     out of rows      all-reduce the partial sums        reduce-scatter them
@@ -55,45 +55,60 @@ class Entered:
 
 
 class TensorGroup:
-    """The ranks of a tensor axis. Outside of column … row, they all have the same activations.
+    """The ranks of a tensor axis. Outside of column … row, they all have the same activations or,
+    with sequence parallel, each has some of the times.
 
     Args:
         group: see `group_of`.
         algorithm: of the collectives, by operation; "direct" if not named.
         overlap: whether the sum of gradients, which is "direct" then, is in flight while the rank
             computes.
+        in_time: whether activations are cut along time outside.
+        regather: column layers keep their input as it is cut, and backward gathers it again.
+
+    Attributes: times: how the activations of now are cut over the ranks.
     """
 
-    times: Sequence[int] = ()  # of the ranks, where time is cut
-    regather = False  # see SequenceGroup
-
-    def __init__(self, group: GroupLike, algorithm: Mapping[str, str] = {}, overlap: bool = True):
-        self.group, self.overlap = group, overlap
+    def __init__(
+        self,
+        group: GroupLike,
+        algorithm: Mapping[str, str] = {},
+        overlap: bool = True,
+        in_time: bool = False,
+        regather: bool = False,
+    ):
+        self.group, self.overlap, self.in_time, self.regather = group, overlap, in_time, regather
         self.options: dict[str, Any] = {
             operation: {"group": group, "algorithm": algorithm.get(operation, "direct")}
             for operation in ("all_reduce", "all_gather", "reduce_scatter")
         }
         members = group_of(group)
         self.size, self.position = members.size, members.position or 0
+        self.times: Sequence[int] = ()
         self.entered: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
     def gather(self, x: Tensor, times: Sequence[int]) -> Tensor:
         """Return activations as a column layer needs them; times: how time was cut, if it was."""
-        return x
+        if not self.in_time:
+            return x
+        return collectives.all_gather(x, TIME, sizes=list(times), **self.options["all_gather"])
 
     def sum(self, part: Tensor) -> Tensor:
-        """Return the sum of what the ranks' row layers computed."""
-        return collectives.all_reduce(part, **self.options["all_reduce"])
+        """Return the sum of what the ranks' row layers computed, or this rank's times of it."""
+        if not self.in_time:
+            return collectives.all_reduce(part, **self.options["all_reduce"])
+        self.time(part)
+        return collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
 
     def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
         """Begin to sum the gradients of what column layers took. The result waits for the sum."""
         self.forget()
-        if self.overlap:
-            return self.sum_in_flight(part)
-        total = self.sum(part.contiguous())
-        return lambda: total
-
-    def sum_in_flight(self, part: Tensor) -> Callable[[], Tensor]:
+        if not self.overlap:
+            total = self.sum(part.contiguous())
+            return lambda: total
+        if self.in_time:
+            pending = reduce_scatter_async(part.movedim(TIME, 0).contiguous(), group=self.group)
+            return lambda: pending.wait().movedim(0, TIME)
         part = part.contiguous()  # it may be changed: only column layers used x
         return all_reduce_async(part, group=self.group, out=part).wait
 
@@ -118,36 +133,7 @@ class TensorGroup:
         if self.entered is not None and (x is None or x is self.entered[0]):
             self.entered = None
 
-
-class SequenceGroup(TensorGroup):
-    """A TensorGroup with sequence parallel: outside of column … row, a rank has some of the times.
-
-    Args:
-        regather: column layers keep their input as it is cut, and backward gathers it again.
-    """
-
-    def __init__(
-        self,
-        group: GroupLike,
-        algorithm: Mapping[str, str] = {},
-        overlap: bool = True,
-        regather: bool = False,
-    ):
-        super().__init__(group, algorithm, overlap)
-        self.regather = regather
-
-    def gather(self, x: Tensor, times: Sequence[int]) -> Tensor:
-        return collectives.all_gather(x, TIME, sizes=list(times), **self.options["all_gather"])
-
-    def sum(self, part: Tensor) -> Tensor:
-        self.time(part)
-        return collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
-
-    def sum_in_flight(self, part: Tensor) -> Callable[[], Tensor]:
-        pending = reduce_scatter_async(part.movedim(TIME, 0).contiguous(), group=self.group)
-        return lambda: pending.wait().movedim(0, TIME)
-
-    # ── between modules ──
+    # ── between modules, where time is cut ──
 
     def time(self, x: Tensor) -> None:
         """Note how the times of x, which has all of them, are cut."""
