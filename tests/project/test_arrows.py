@@ -77,7 +77,7 @@ FREE = {*FRONT_DOOR, "bench"}  # may import anything; bench measures all rooms f
 DOORS = {  # module → what it may import inside a function, when it is called
     # from the subject up to the laboratory:
     "sharding.run": {"ranks", "viz"},  # sharding.run(…) starts ranks, .picture() draws their blocks
-    "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
+    "trainers.schedules.simulation": {"viz"},  # schedule(…).time(…).timeline()
     # in the laboratory, up or round:
     "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture

@@ -1,3 +1,3 @@
-"""Pipeline schedules as data: generated (schedule.py), proved to run (check.py) and timed
-(time.py). Nothing is computed here.
+"""Pipeline schedules as data: generated (schedule.py), proved to run and timed
+(simulation.py). Nothing is computed here.
 """

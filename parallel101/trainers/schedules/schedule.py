@@ -1,8 +1,8 @@
 """Pipeline schedules as data: for each rank the list of what it does, in
 torch.distributed.pipelining's text form.
 
-The same lists are run by the trainers, checked (check.py) and timed (time.py). Those that were
-published are in gpipe_1f1b_zero_bubble.py.
+The same lists are run by the trainers, checked and timed (simulation.py). Those that were published
+are in gpipe_1f1b_zero_bubble.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parallel101.trainers.schedules.actions import FSDP, Action, ScheduleError
-from parallel101.trainers.schedules.check import check
 from parallel101.trainers.schedules.gpipe_1f1b_zero_bubble import SCHEDULES
-from parallel101.trainers.schedules.time import Cost, ScheduleTime, simulate
+from parallel101.trainers.schedules.simulation import Cost, ScheduleTime, simulate, summary
 
 
 class Schedule:
@@ -66,7 +65,7 @@ class Schedule:
                 list, as torch's pipelining posts them. Lists of compute only have no such cycle:
                 our executor has a group for each direction.
         """
-        check(self.ranks, self.placement, self.microbatches, rules)
+        simulate(self.ranks, self.placement, self.microbatches, rules)
 
     def time(
         self,
@@ -86,8 +85,9 @@ class Schedule:
             communication: seconds until a result arrives at another rank, one number. It occupies
                 neither rank.
         """
-        order = check(self.ranks, self.placement, self.microbatches, "gloo")
-        return simulate(order, self.placement, forward, input_grad, weight_grad, communication)
+        costs = forward, input_grad, weight_grad, communication
+        slots = simulate(self.ranks, self.placement, self.microbatches, "gloo", *costs)
+        return summary(len(self.ranks), slots)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and self.actions == other.actions
