@@ -20,15 +20,15 @@ Sources: Liu et al., "Ring Attention" (arXiv 2310.01889). Brandon et al., "Strip
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from parallel101.collectives.comm import Comm, Work, wait_all
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.mesh import GroupLike
 from parallel101.spans import wait_span
 from parallel101.trainers.context.attention_call import (
@@ -103,7 +103,7 @@ class RingAttention(Function):
         queries, do, out = (by_kv_head(x.to(lse.dtype), k.shape[1]) for x in (q, dy, y))
         dq, delta, lse = torch.zeros_like(queries), (do * out).sum(-1, True), lse[..., None]
         queries = queries * call.scale
-        returning: Passing | None = None
+        returning: Callable[[str], Tensor] | None = None
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)  # what this rank's queries add to it
             if seen := call.visible(source):
@@ -114,10 +114,10 @@ class RingAttention(Function):
                     dq[..., rows, :] += block[0]
                     dkv[..., seen.columns, :] = torch.stack(block[1:])
             if returning:  # what the ranks before have found for the same keys
-                dkv += returning.wait("wait for gradients")
+                dkv += returning("wait for gradients")
             returning = pass_on(dkv, source, call.sizes, comm)
         assert returning is not None
-        dk, dv = returning.wait("wait for gradients").to(q.dtype)  # back after n steps
+        dk, dv = returning("wait for gradients").to(q.dtype)  # back after n steps
         return (dq * call.scale).flatten(1, 2).to(q.dtype), dk, dv, None
 
 
@@ -129,18 +129,28 @@ def go_round(kv: Tensor, call: AttentionCall, comm: Comm) -> Iterator[tuple[int,
             arriving = pass_on(kv, source, call.sizes, comm)  # the next ones are in flight …
         yield source, kv  # … while the caller computes with these
         if not last:
-            kv = arriving.wait("wait for keys and values")
+            kv = arriving("wait for keys and values")
 
 
-def pass_on(block: Tensor, source: int, sizes: list[int], comm: Comm) -> Passing:
-    """Begin to pass on a block about the time of `source`. That of the rank before it arrives."""
+def pass_on(block: Tensor, source: int, sizes: list[int], comm: Comm) -> Callable[[str], Tensor]:
+    """Begin to pass on a block about the time of `source`. That of the rank before it arrives.
+
+    Returns a function that waits for it, recorded under a name. The block must not be changed
+    before.
+    """
     if comm.size == 1:
-        return Passing(block, [])
+        return lambda why: block
     arriving = block.new_empty(*block.shape[:-2], sizes[source - 1], block.shape[-1])
     received = comm.irecv(arriving, source=(comm.rank - 1) % comm.size)
     sent = comm.isend(block, to=(comm.rank + 1) % comm.size)
     comm.flush()  # under NCCL's rules the two start together, now
-    return Passing(arriving, [received, sent])
+
+    def wait(why: str) -> Tensor:
+        with wait_span(why):
+            wait_all([received, sent])
+        return arriving
+
+    return wait
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -150,16 +160,3 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     old, new = ((x - finite).exp()[..., None] for x in (lse, block_lse))
     out.mul_(old).add_(new * block_out)
     lse.copy_(total)
-
-
-class Passing(NamedTuple):
-    """Messages in flight: don't change what was sent, and don't read what arrives."""
-
-    arriving: Tensor
-    works: list[Work]
-
-    def wait(self, why: str) -> Tensor:
-        """Return what has arrived. The wait is recorded under the name `why`."""
-        with wait_span(why):
-            wait_all(self.works)
-        return self.arriving

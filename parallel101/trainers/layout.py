@@ -72,6 +72,7 @@ class Pieces(NamedTuple):
 
 
 Placement = Stages | Shard | Pieces
+Part = tuple[Pieces | None, Any]  # what a rank holds of a tensor of the whole model
 
 
 class Entry(NamedTuple):
@@ -175,13 +176,6 @@ class Axes:
         )
 
 
-class Part(NamedTuple):
-    """What a rank holds of a tensor of the whole model."""
-
-    pieces: Pieces | None
-    value: Any
-
-
 class Layout:
     """Every parameter and buffer by name, and how to take it apart and put it together.
 
@@ -229,13 +223,14 @@ class Layout:
         if not held:  # it has no elements
             return torch.empty(shape, dtype=self.entries[name].dtype, device=self.device)
         if len(held) == 1:
-            return held[0].value.view(shape)
-        whole = held[0].value.new_empty(shape)
+            return held[0][1].view(shape)
+        whole = held[0][1].new_empty(shape)
         numbers = torch.arange(shape.numel(), device=whole.device).view(shape)
         for where, part in zip(self.line, parts):
             if part is not None:
-                places = self.cut(name, numbers, where, part.pieces).reshape(-1)
-                whole.view(-1)[places] = part.value.reshape(-1)
+                pieces, value = part
+                places = self.cut(name, numbers, where, pieces).reshape(-1)
+                whole.view(-1)[places] = value.reshape(-1)
         return whole
 
     def counts(self, name: str, where: Coordinates | None = None) -> bool:
@@ -273,18 +268,14 @@ class Layout:
 
         With `first_only` the other ranks get [].
         """
-        placed = {name: self.entries[name].placements.get("dp") for name in parts}
         content = {
-            name: (tuple(placed[name] or ()), copied(part))
+            name: (tuple(self.entries[name].placements.get("dp", ())), copied(part))
             for name, part in parts.items()
             if self.counts(name)
         }
         line = Agreement(self.axes.along(self.cut_axes), self.device)
         return [
-            {
-                name: Part(Pieces(*bounds) if bounds else None, part)
-                for name, (bounds, part) in rank.items()
-            }
+            {n: (Pieces(*bounds) if bounds else None, part) for n, (bounds, part) in rank.items()}
             for rank in line.objects(content, first_only)
         ]
 
@@ -306,10 +297,7 @@ class Layout:
         """Yield a line for each way in which parameters are placed."""
         ways: dict[str, list[str]] = {}
         for name, entry in self.entries.items():
-            words = [
-                f"{_in_words(placement)} over {_axes_of(placement, axis)}"
-                for axis, placement in entry.placements.items()
-            ]
+            words = [_in_words(axis, placement) for axis, placement in entry.placements.items()]
             ways.setdefault(" and ".join(words) or "replicated", []).append(name)
         for how, names in ways.items():
             yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"
@@ -343,18 +331,12 @@ def state_names(model: nn.Module) -> dict[str, str | None]:
     return {key: names.get(id(t)) for key, t in model.state_dict(keep_vars=True).items()}
 
 
-# ── in words ──
-
-
-def _axes_of(placement: Placement, axis: str) -> str:
-    return " and ".join(placement.axes) if isinstance(placement, Pieces) else axis
-
-
-def _in_words(placement: Placement) -> str:
+def _in_words(axis: str, placement: Placement) -> str:
     match placement:
         case Stages(positions):
-            return f"on stage{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
+            numbers = ", ".join(map(str, positions))
+            return f"on stage{'s' * (len(positions) > 1)} {numbers} over {axis}"
         case Shard(dim):
-            return f"sharded along dim {dim}"
-        case Pieces():
-            return "in flat pieces"
+            return f"sharded along dim {dim} over {axis}"
+        case Pieces(axes=axes):
+            return f"in flat pieces over {' and '.join(axes)}"

@@ -85,12 +85,8 @@ class Options:
         expect("clip_norm", clip, right, "the largest norm that the gradients may have, or None")
         right = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         expect("autocast", dtype, right, "a floating-point dtype such as torch.bfloat16, or None")
-        expect(
-            "context",
-            self.context,
-            self.context in CONTEXTS,
-            f"one of {', '.join(map(repr, CONTEXTS))}",
-        )
+        ways = f"one of {', '.join(map(repr, CONTEXTS))}"
+        expect("context", self.context, self.context in CONTEXTS, ways)
         right = self.sequence_parallel or not self.regather
         expect("regather", self.regather, right, "sequence_parallel=True too, which gathers inputs")
 
@@ -98,13 +94,19 @@ class Options:
         """Raise ValueError for an option of an axis that the mesh doesn't have."""
         of_pipelines = ("schedule", "microbatches", "chunks", "layers_per_stage")
         axis_of = {"sequence_parallel": "tp", "context": "cp"} | dict.fromkeys(of_pipelines, "pp")
-        for field in fields(self):
-            value, axis = getattr(self, field.name), axis_of.get(field.name, "dp")
-            if value != field.default and axis not in axes.sizes:
-                raise for_another_axis(field.name, value, axis, axes)
+        asked = [
+            (field.name, getattr(self, field.name), axis_of.get(field.name, "dp"))
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
         for plan, axis in ((self.tensor_plan, "tp"), (self.experts_plan or None, "ep")):
-            if plan not in (None, "auto") and axis not in axes.sizes:
-                raise for_another_axis("plan", plan, axis, axes)
+            asked += [("plan", plan, axis)] * (plan not in (None, "auto"))
+        for name, value, axis in asked:
+            if axis not in axes.sizes:
+                raise ValueError(
+                    f"{name}={value!r} is for the axis {axis!r}, but the mesh has only "
+                    f"{', '.join(axes.sizes)}: add the axis, or leave {name} out"
+                )
 
     @property
     def experts_plan(self) -> dict[str, str]:
@@ -146,13 +148,6 @@ class Options:
                 f"{what} can't overlap with computing: say overlap=False, or leave it out"
             )
         return chosen
-
-
-def for_another_axis(name: str, value: object, axis: str, axes: Axes) -> ValueError:
-    return ValueError(
-        f"{name}={value!r} is for the axis {axis!r}, but the mesh has only "
-        f"{', '.join(axes.sizes)}: add the axis, or leave {name} out"
-    )
 
 
 def check_names(trainer: object, options: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -114,12 +114,11 @@ class ShardedOptimizer:
         whole: dict[str, dict[str, Any]] = {}
         for name in sum(self.names, []):
             of_name = [of_rank.get(name) for of_rank in of_ranks]
-            first = next((part.value for part in of_name if part), None)
+            first = next((value for _, value in filter(None, of_name)), None)
             if first is not None:
                 whole[name] = first["others"] | {
                     key: self.layout.join(
-                        name,
-                        [part and part._replace(value=part.value["like"][key]) for part in of_name],
+                        name, [part and (part[0], part[1]["like"][key]) for part in of_name]
                     )
                     for key in first["like"]
                 }
@@ -142,30 +141,23 @@ class ShardedOptimizer:
                 f"the checkpoint has the state of {there}, but this trainer's optimizer is "
                 f"{here}: expected the same"
             )
-        options = {
-            name: {key: value for key, value in group.items() if key != "names"}
-            for group in saved["groups"]
-            for name in group["names"]
-        }
-        groups: list[dict[str, Any]] = []
-        order: list[str] = []
-        for i, (in_group, group) in enumerate(zip(self.names, self.optimizer.param_groups)):
-            for name in in_group:
-                if name not in options:
-                    raise ValueError(
-                        f"the checkpoint has no optimizer state for {name!r}: was it saved with "
-                        "another model?"
-                    )
-                if options[name] != options[in_group[0]]:
-                    raise ValueError(
-                        f"{in_group[0]!r} and {name!r} are together in group {i} of the "
-                        "optimizer, but had different options in the checkpoint: expected the "
-                        "same groups"
-                    )
-            first = len(order)
-            order += [name for name in in_group if name in self.owned]
-            given = options[in_group[0]] if in_group else {}
-            groups.append({**group, **given, "params": list(range(first, len(order)))})
+        known = {name for in_group in self.names for name in in_group}
+        there = [[name for name in group["names"] if name in known] for group in saved["groups"]]
+        if missing := known.difference(*there):
+            raise ValueError(
+                f"the checkpoint has no optimizer state for {min(missing)!r}: was it saved with "
+                "another model?"
+            )
+        if there != self.names:
+            raise ValueError(
+                f"the groups of the optimizer are {there} in the checkpoint, and {self.names} "
+                "here: expected the same groups"
+            )
+        order = [name for in_group in self.names for name in in_group if name in self.owned]
+        groups = [dict(group) for group in saved["groups"]]
+        for group, now in zip(groups, self.optimizer.param_groups):
+            group["params"] = [order.index(n) for n in group.pop("names") if n in self.owned]
+            group |= {key: value for key, value in now.items() if key not in group}
         state = {
             number: self.cut(name, saved["state"][name])
             for number, name in enumerate(order)

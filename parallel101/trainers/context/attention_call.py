@@ -159,9 +159,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(
             f"{given}: expected one floating-point dtype, and one device, for all three"
         )
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(shapes)
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or k.shape != v.shape:
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape
+    if not fits or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(shapes)
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(

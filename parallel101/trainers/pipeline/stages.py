@@ -11,7 +11,7 @@ with the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from parallel101.collectives.comm import comm_of
 from parallel101.mesh import Group, split_sizes
+from parallel101.trainers.agreement import tensors_of
 from parallel101.trainers.axis import OneStage, Syncs
 from parallel101.trainers.layout import Axes, Stages
 from parallel101.trainers.model_layers import entries_of
@@ -53,9 +54,9 @@ class PipelineStages(OneStage):
         self.schedule.check("nccl" if batched else "gloo")
         self.placement, here = self.schedule.placement, axes.here["pp"]
         self.ranges = cut_points(model, len(self.placement), options.layers_per_stage)
-        first: dict[int, str] = {}  # of the names that a tied tensor has
-        self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}
-        self.on_stages = stages_of_names(model, self.ranges, first)
+        self.on_stages = stages_of_names(model, self.ranges)
+        names = {id(t): name for name, t in tensors_of(model)}  # the first ones of tied tensors
+        self.first_name = {name: names[id(t)] for name, t in all_tensors(model)}
         self.local = frozenset(s for s, position in self.placement.items() if position == here)
         self.positions = {
             name: sorted({self.placement[stage] for stage in stages})
@@ -179,26 +180,21 @@ def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def stages_of_names(
-    model: nn.Module, ranges: Sequence[range], names: Mapping[int, str]
-) -> dict[str, list[int]]:
+def stages_of_names(model: nn.Module, ranges: Sequence[range]) -> dict[str, list[int]]:
     """Return, for the name of each parameter and buffer, the stages that use it.
 
-    Args:
-        ranges: for each stage, its entries of the sequence.
-        names: id of a tensor → its name.
+    Args: ranges: for each stage, its entries of the sequence.
     """
     entries = entries_of(model)
-    stages_of: dict[str, list[int]] = {name: [] for name in names.values()}
-    for stage, numbers in enumerate(ranges):
-        for _, t in all_tensors(nn.ModuleList(entries[number] for number in numbers)):
-            of_name = stages_of.get(names.get(id(t), ""), [stage])
-            if stage not in of_name:
-                of_name.append(stage)
-    left_out = sorted(name for name, stages in stages_of.items() if not stages)
-    if left_out:
+    parts = [nn.ModuleList(entries[number] for number in numbers) for numbers in ranges]
+    used = [{id(t) for _, t in tensors_of(part)} for part in parts]
+    on_stages = {
+        name: [stage for stage, ids in enumerate(used) if id(t) in ids]
+        for name, t in tensors_of(model)
+    }
+    if left_out := [name for name, stages in on_stages.items() if not stages]:
         raise ValueError(
-            f"{left_out[0]!r} is in no module of the model's sequence, so it would be on no stage: "
-            "expected .sequence() to return all modules with parameters or buffers"
+            f"{min(left_out)!r} is in no module of the model's sequence, so it would be on no "
+            "stage: expected .sequence() to return all modules with parameters or buffers"
         )
-    return stages_of
+    return on_stages
