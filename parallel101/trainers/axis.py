@@ -127,8 +127,7 @@ class DataAxis(Axis):
     def __init__(self, trainer: Trainer, options: Options, others: Sequence[Axis]):
         self.axes: Axes = trainer.axes
         self.precision: Precision = trainer.precision
-        self.agree, self.trained = trainer.agree, trainer.trained
-        self.options, self.others = options, others
+        self.trained, self.options, self.others = trainer.trained, options, others
         self.algorithms = options.algorithms(self.axes)
         # Along cp and ep the model's backward sends, too. If ranks take different ways through the
         # model, gradients that leave meanwhile would meet those messages.
@@ -152,16 +151,11 @@ class DataAxis(Axis):
             by_stages.setdefault(used, {})[name] = p
         groups = {name: lines[over[name]] for name in here}
 
-        def synchronize() -> Syncs:
-            return [
-                (used, sync)
-                for used, parameters in by_stages.items()
-                for sync in self.of_stages([stages.parts[s] for s in used], parameters, groups)
-            ]
-
-        # without stages all ranks have the same modules, and so the same errors
-        doing, alike = "prepare its part of the model", self.axes.size(["pp"]) == 1
-        self.syncs = synchronize() if alike else self.agree.all_or_none(doing, synchronize)
+        self.syncs = [
+            (used, sync)
+            for used, parameters in by_stages.items()
+            for sync in self.of_stages([stages.parts[s] for s in used], parameters, groups)
+        ]
         if self.options.zero_stage:
             pieces = {name: p for _, sync in self.syncs for name, p in sync.placements.items()}
             self.placements = {

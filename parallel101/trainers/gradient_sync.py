@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -25,10 +25,13 @@ MiB = 1024**2
 
 
 class GradientSync:
-    """The synchronization of one rank alone, which sends nothing. The others override its methods.
+    """The synchronization of one rank alone, which sends nothing, or several as one. The others
+    override its methods.
 
     Args:
         parameters: by name, those that are trained.
+        parts: synchronizations of some of them. They begin and finish in this order, which is the
+            same on all ranks.
 
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
@@ -40,16 +43,18 @@ class GradientSync:
     how = "of the whole batch on each rank that has them"
     scale = 1.0
 
-    def __init__(self, parameters: Parameters):
-        self.owned = parameters
+    def __init__(self, parameters: Parameters, parts: Sequence[GradientSync] = ()):
+        self.owned, self.parts = parameters, parts
         self.placements: Mapping[str, Pieces] = {}
 
     def begin(self) -> None:
         """Begin a step."""
+        for part in self.parts:
+            part.begin()
 
     def forward(self) -> AbstractContextManager:
         """Return the context in which a forward and its loss run."""
-        return nullcontext()
+        return nested(part.forward for part in self.parts)
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
         """Return the context in which a backward runs.
@@ -58,7 +63,7 @@ class GradientSync:
             kind: "B", or one half: "I", the input gradients, or "W", the weight gradients.
             last: whether the gradients of the step are complete after it.
         """
-        return nullcontext()
+        return nested(partial(part.backward, kind, last) for part in self.parts)
 
     def finish(self) -> list[str]:
         """Set every owned gradient to the sum over the ranks, zeros if no sample gave one: other
@@ -66,7 +71,8 @@ class GradientSync:
 
         Returns the names of the parameters to which this rank's samples gave no gradient.
         """
-        unused = self.without_gradient()
+        unused = [name for part in self.parts for name in part.finish()]
+        unused += self.without_gradient()  # none, if they are the parts'
         for name, p in self.owned.items():
             p.grad = dense_gradient(name, p)
         return unused
@@ -76,37 +82,14 @@ class GradientSync:
 
     def publish(self) -> None:
         """Send the weights that this rank has updated for others, after the optimizer's step."""
-
-
-class Together(GradientSync):
-    """Several synchronizations as one. They begin and finish in their order, which is the same on
-    all ranks.
-    """
-
-    def __init__(self, syncs: Sequence[GradientSync]):
-        super().__init__({name: p for sync in syncs for name, p in sync.owned.items()})
-        self.syncs = syncs
-
-    def forward(self) -> AbstractContextManager:
-        return nested(sync.forward for sync in self.syncs)
-
-    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
-        return nested(partial(sync.backward, kind, last) for sync in self.syncs)
-
-    def begin(self) -> None:
-        for sync in self.syncs:
-            sync.begin()
-
-    def finish(self) -> list[str]:
-        return [name for sync in self.syncs for name in sync.finish()]
-
-    def publish(self) -> None:
-        for sync in self.syncs:
-            sync.publish()
+        for part in self.parts:
+            part.publish()
 
 
 def together(syncs: Sequence[GradientSync]) -> GradientSync:
-    return syncs[0] if len(syncs) == 1 else Together(syncs)
+    """Return several synchronizations as one."""
+    owned = {name: p for sync in syncs for name, p in sync.owned.items()}
+    return syncs[0] if len(syncs) == 1 else GradientSync(owned, syncs)
 
 
 @contextmanager

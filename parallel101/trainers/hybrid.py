@@ -39,7 +39,7 @@ from parallel101.trainers.options import (
     need_numbers,
     takes,
 )
-from parallel101.trainers.precision import choose_precision
+from parallel101.trainers.precision import MasterWeights, choose_precision
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import modules_to_recompute, recompute_in_backward
 from parallel101.trainers.sharded_optimizer import ShardedOptimizer, build_optimizer
@@ -210,8 +210,8 @@ class HybridTrainer:
         if self.precision.autocast is not None:
             of_forward.append(partial(self.precision.forward, self.device))
         self.runner = stages.runner(data.syncs, axes, partial(nested, of_forward))
-        self.gradient_sync = self.precision.updating(self, whole)
-        self.owned = self.gradient_sync.owned
+        sync = MasterWeights(self, whole) if self.precision.master else self.runner.sync
+        self.gradient_sync, self.owned = sync, sync.owned
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
         self.history = History()
         checkpoint.refuse_parts(self)

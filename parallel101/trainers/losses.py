@@ -236,17 +236,14 @@ def loss_and_weight(
                 "weight of 0 or more"
             )
     if not isinstance(loss, Tensor) or loss.dim():
-        what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
+        who = "loss_fn returned"
+        expected = "the mean over the samples, a tensor without dims, or (sum, weight)"
         if loss_fn is None:
-            raise ValueError(
-                f"loss_fn is None, and the model's loss is {what}: expected a model that "
-                "returns its loss, or outputs with a loss; "
-                "or pass loss_fn=lambda outputs, targets: …"
-            )
-        raise ValueError(
-            f"loss_fn returned {what}: expected the mean over the samples, a tensor without "
-            "dims, or (sum, weight)"
-        )
+            who = "loss_fn is None, and the model's loss is"
+            expected = "a model that returns its loss, or outputs with a loss"
+            expected += "; or pass loss_fn=lambda outputs, targets: …"
+        what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(f"{who} {what}: expected {expected}")
     return loss, weight
 
 

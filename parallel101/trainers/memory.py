@@ -240,7 +240,7 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
     saving = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
     with listening(count.span), count.naming(names), count.following_hooks(), saving:
         yield count.activations
-    count.alive.clear()
+    count.refs.clear()
     if not isinstance(of, nn.Module):
         of.activations = count.activations
 
@@ -251,37 +251,30 @@ class Count:
     def __init__(self, model: nn.Module):
         self.activations = Activations()
         self.modules, self.phase, self.paused = [OUTSIDE], 0, False
-        self.alive: dict[int, weakref.ref[UntypedStorage]] = {}  # id → a storage that is held
-        self.held = 0
-        # a weak set: another storage may get the id of one that was freed
-        self.before: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        self.held, self.refs = 0, list[weakref.ref]()  # refs tell when a storage is freed
+        # what doesn't count, or counts already; another storage may get the id of one that is gone
+        self.seen: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         there = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         for t in (*model.parameters(), *model.buffers(), *there):
             with suppress(NotImplementedError, RuntimeError):  # some kinds have no storage
-                self.before.add(t.untyped_storage())
+                self.seen.add(t.untyped_storage())
 
     def note(self, t: Tensor) -> None:
         """Note that autograd saves this tensor."""
         storage = t.untyped_storage()
-        if self.paused or id(storage) in self.alive or storage in self.before:
+        if self.paused or storage in self.seen:
             return
+        self.seen.add(storage)
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
-            self.before.add(storage)  # gathered during the step
-            return
+            return  # gathered during the step
         number, nbytes = len(self.activations.kept), storage.nbytes()
         phase, dtype = self.activations.phases[self.phase], str(t.dtype).removeprefix("torch.")
         self.activations.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
-        self.alive[id(storage)] = weakref.ref(
-            storage, partial(self.freed, id(storage), number, nbytes)
-        )
+        self.refs.append(weakref.ref(storage, lambda _: self.change(number, False, -nbytes)))
         self.change(number, True, nbytes)
 
-    def freed(self, key: int, number: int, nbytes: int, _: object) -> None:
-        """Note that nothing holds this storage any more."""
-        if self.alive.pop(key, None) is not None:
-            self.change(number, False, -nbytes)
-
     def change(self, number: int, saved: bool, nbytes: int) -> None:
+        """Note that a storage was saved, or that nothing holds it any more."""
         self.held += nbytes
         self.activations.changes.append(Change(number, saved, self.phase, self.held))
 
@@ -306,13 +299,14 @@ class Count:
     @contextmanager
     def naming(self, names: Mapping[nn.Module, str]) -> Iterator[None]:
         """Keep the names of the modules that compute in `modules` inside, the innermost last."""
-        handles = []
-        for module, name in names.items():
-            enter, leave = partial(self.enter, name), self.leave
-            handles += [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, always_call=True),
-            ]
+        handles = [
+            hook
+            for module, name in names.items()
+            for hook in (
+                module.register_forward_pre_hook(partial(self.enter, name)),
+                module.register_forward_hook(self.leave, always_call=True),
+            )
+        ]
         try:
             yield
         finally:

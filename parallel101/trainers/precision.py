@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.collectives.meta_device import number_in, numbers_device
-from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batches import map_tensors
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.options import Options, Trainer, expect
@@ -83,17 +82,6 @@ class Precision(NamedTuple):
                     t.data = t.data.to(self.weights)
         return trained
 
-    def updating(self, trainer: Trainer, weights: Mapping[str, nn.Parameter]) -> GradientSync:
-        """Return a synchronization whose `owned` are what the optimizer updates: see `cast_model`,
-        which has returned `weights`.
-        """
-        sync: GradientSync = trainer.runner.sync
-        if not self.master:
-            return sync
-        masters = {n: trainer.layout.cut(n, weights[n].detach()) for n in sync.owned}
-        local = [name for name in trainer.trained if name in trainer.local]
-        return MasterWeights(sync, masters, local, self.scaled, trainer.agree)
-
     def gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the dtype of these parameters' .grad, in which backward then adds up."""
         for p in parameters:
@@ -134,28 +122,23 @@ class MasterWeights(GradientSync):
     needs it in 32 bits.
 
     Args:
-        sync: synchronizes the gradients of the rounded weights.
-        values: name → the initial master weight.
-        local: names of all trained parameters on this rank, owned or not.
-        scaled: scale the loss by `scale`. If a gradient overflows on any rank, no rank changes a
-            weight in this step, and the scale is halved. After 2,000 steps without overflow, it
-            doubles.
+        trainer: whose runner synchronizes the gradients of the rounded weights.
+        weights: name → the whole master weight at the start.
+
+    With `scaled`, the loss is scaled by `scale`. If a gradient overflows on any rank, no rank
+    changes a weight in this step, and the scale is halved. After 2,000 steps without overflow, it
+    doubles.
     """
 
-    def __init__(
-        self,
-        sync: GradientSync,
-        values: Mapping[str, Tensor],
-        local: Sequence[str],
-        scaled: bool,
-        agree: Agreement,
-    ):
-        masters = {name: nn.Parameter(values[name].clone()) for name in sync.owned}
-        super().__init__(masters)
-        for master in masters.values():
+    def __init__(self, trainer: Trainer, weights: Mapping[str, nn.Parameter]):
+        self.sync: GradientSync = trainer.runner.sync
+        cut = {n: trainer.layout.cut(n, weights[n].detach()) for n in self.sync.owned}
+        super().__init__({name: nn.Parameter(value.clone()) for name, value in cut.items()})
+        for master in self.owned.values():
             master.grad_dtype = None  # it may be in 32 bits or rounded
-        self.sync, self.local, self.scaled, self.agree = sync, local, scaled, agree
-        self.scale, self.steps_at_scale = (FIRST_SCALE if scaled else 1.0), 0
+        self.local = [name for name in trainer.trained if name in trainer.local]
+        self.scaled, self.agree = trainer.precision.scaled, trainer.agree
+        self.scale, self.steps_at_scale = (FIRST_SCALE if self.scaled else 1.0), 0
 
     def begin(self) -> None:
         for p in self.sync.owned.values():
@@ -169,7 +152,7 @@ class MasterWeights(GradientSync):
             master.grad = None if p.grad is None else p.grad.to(master.dtype)
             if self.scaled and master.grad is not None:
                 master.grad /= self.scale
-        return list(self.local) if self.scaled and self.overflow() else unused
+        return self.local if self.scaled and self.overflow() else unused
 
     def overflow(self) -> bool:
         """Return whether a gradient isn't finite on some rank. If so, the master weights' gradients

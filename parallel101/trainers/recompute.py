@@ -29,12 +29,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel101.spans import span
+from parallel101.trainers.model_layers import LISTS
 from parallel101.trainers.weight_gradients import WeightGradients, split_backward
 
 Recompute = str | Callable[[str], bool]
 _thread = threading.local()  # .around: a context of the forward that this thread computes
 
-LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # usual names of the module between query, key and value and the output layer
 CORES = ("core", "core_attention", "attention_core", "inner_attention")
 
