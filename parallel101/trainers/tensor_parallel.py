@@ -16,6 +16,8 @@ cut and how is in tensor/plan.py. Source: Shoeybi et al., "Megatron-LM" (arXiv 1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class Column(Function):
     """y = x Wᵀ + b, with this rank's rows of W and b. `kept`: x, or what x is gathered from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, kept: Tensor, inputs: Entered) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear, kept: Tensor, inputs: Entered) -> Tensor:
         ctx.save_for_backward(kept, layer.weight)
         ctx.layer, ctx.inputs = layer, inputs
         return F.linear(x, layer.weight, layer.bias).data  # not a view: y may be changed in place
@@ -87,57 +89,71 @@ class Column(Function):
         return g @ W.to(g.dtype), None, None, None  # a part of ∂x: SumBackward adds up the ranks'
 
 
-class ColumnLinear(nn.Module):
-    """A linear layer (…, in) → (…, this rank's part of out)."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorGroup):
-        super().__init__()
-        self.weight, self.bias, self.tp = weight, bias, tp
-        self.deferred = True  # False for a weight that is tied: autograd adds up its gradients
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole, inputs = self.tp.once(x, self.enter)
-        if inputs is None or not self.deferred:
-            return F.linear(whole, self.weight, self.bias)
-        return Column.apply(whole, self, x.detach() if inputs.regather else whole, inputs)
-
-    def enter(self, x: Tensor) -> tuple[Tensor, Entered | None]:
-        """Return x for all column layers that have this input, and what they share in backward."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return self.tp.gather(x, self.tp.times), None
-        split = split_backward()  # if there is one, the schedule says when ∂W is computed
-        later = WeightGradients() if split is None else split
-        whole = SumBackward.apply(x, self.tp, later if split is None else None)
-        return whole, Entered(self.tp, later)
+# ── layers: what takes the place of the forward of an nn.Linear or nn.Embedding that is cut ──
 
 
-class RowLinear(nn.Module):
-    """A linear layer (…, this rank's part of in) → (…, out). The sum gets the whole bias."""
+def column_linear(
+    layer: nn.Linear,
+    x: Tensor,
+    *,
+    tp: TensorGroup,
+    deferred: bool = True,
+    join: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute (…, in) → (…, this rank's part of out).
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorGroup):
-        super().__init__()
-        self.weight, self.bias, self.tp = weight, bias, tp
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = F.linear(x, self.weight)  # its backward is autograd's: ∂x = g V, ∂V = gᵀ x
-        y = SumForward.apply(part, self.tp)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-class VocabularyEmbedding(nn.Module):
-    """An embedding (…) → (…, features) with the table's rows from `start` on. Tokens of other ranks
-    become zeros, and the sum over ranks has every token's row.
+    Args:
+        deferred: False for a weight that is tied: autograd adds up its gradients.
+        join: the ranks' parts of the outputs, to gather them.
     """
+    whole, inputs = tp.once(x, partial(enter, tp))
+    if inputs is None or not deferred:
+        y = F.linear(whole, layer.weight, layer.bias)
+    else:
+        y = Column.apply(whole, layer, x.detach() if inputs.regather else whole, inputs)
+    return y if join is None else tp.join(y, join)
 
-    def __init__(self, weight: nn.Parameter, start: int, padding: int | None, tp: TensorGroup):
-        super().__init__()
-        self.weight, self.start, self.padding, self.tp = weight, start, padding, tp
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        here = (tokens >= self.start) & (tokens < self.start + len(self.weight))
-        weight = self.weight if len(self.weight) else F.pad(self.weight, (0, 0, 0, 1))
-        rows = F.embedding((tokens - self.start) * here, weight, self.padding)
-        return SumForward.apply(rows.masked_fill(~here[..., None], 0), self.tp)
+def enter(tp: TensorGroup, x: Tensor) -> tuple[Tensor, Entered | None]:
+    """Return x for all column layers that have this input, and what they share in backward."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return tp.gather(x, tp.times), None
+    split = split_backward()  # if there is one, the schedule says when ∂W is computed
+    later = WeightGradients() if split is None else split
+    whole = SumBackward.apply(x, tp, later if split is None else None)
+    return whole, Entered(tp, later)
+
+
+def row_linear(layer: nn.Linear, x: Tensor, *, tp: TensorGroup) -> Tensor:
+    """Compute (…, this rank's part of in) → (…, out). The sum gets the whole bias."""
+    part = F.linear(x, layer.weight)  # its backward is autograd's: ∂x = g V, ∂V = gᵀ x
+    y = SumForward.apply(part, tp)
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+def vocabulary_embedding(
+    table: nn.Embedding, tokens: Tensor, *, tp: TensorGroup, start: int
+) -> Tensor:
+    """Compute an embedding (…) → (…, features) with the table's rows from `start` on. Tokens of
+    other ranks become zeros, and the sum over ranks has every token's row.
+    """
+    check_tokens(tokens, table.num_embeddings)
+    rows, weight, padding = len(table.weight), table.weight, table.padding_idx
+    here = (tokens >= start) & (tokens < start + rows)
+    if padding is not None:
+        padding = padding - start if start <= padding < start + rows else None
+    weight = weight if rows else F.pad(weight, (0, 0, 0, 1))
+    y = F.embedding((tokens - start) * here, weight, padding)
+    return SumForward.apply(y.masked_fill(~here[..., None], 0), tp)
+
+
+def check_tokens(tokens: Tensor, rows: int) -> None:
+    if tokens.is_meta or not tokens.numel():
+        return
+    if not (tokens.min() >= 0 and tokens.max() < rows):
+        raise IndexError(
+            f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
+        )
 
 
 def cut_heads(outputs: int, ranks: int, heads: int | None = None, parts: int = 1) -> Shard:

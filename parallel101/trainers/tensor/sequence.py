@@ -22,7 +22,6 @@ from torch import nn
 
 from parallel101.trainers.tensor.plan import Chain, Style
 from parallel101.trainers.tensor.tensor_group import TensorGroup
-from parallel101.trainers.tensor_parallel import VocabularyEmbedding
 
 
 @dataclass
@@ -63,7 +62,7 @@ class TimeCuts:
                 module.register_forward_pre_hook(cut_entry)
             if name in self.keep_after:
                 for below in module.modules():
-                    if isinstance(below, VocabularyEmbedding):
+                    if isinstance(below, nn.Embedding) and "forward" in vars(below):
                         below.register_forward_hook(lambda _, args, y: tp.among_zeros(y))
                 module.register_forward_hook(lambda _, args, y: tp.local(y))
             if name in self.join_after:

@@ -1,9 +1,9 @@
-"""The axis tp: the style of each module, checks that it can work, and the cut
-of each parameter.
+"""The axis tp: the style of each module, checks that it can work, and the cut of each parameter.
 
 plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, beside the model
 before    modules and sizes are named, and what cannot work is refused; nothing is sent or changed
-cut       puts this rank's layers (../tensor_parallel.py) in the modules' places
+cut       leaves this rank's blocks of parameters, and replaces the modules' forwards by those of
+          ../tensor_parallel.py
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel101.mesh import Group, split_sizes
 from parallel101.trainers.axis import Axis, OneStage
@@ -33,10 +34,10 @@ from parallel101.trainers.tensor.plan import (
 from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
 from parallel101.trainers.tensor.tensor_group import TensorGroup
 from parallel101.trainers.tensor_parallel import (
-    ColumnLinear,
-    RowLinear,
-    VocabularyEmbedding,
+    column_linear,
     cut_heads,
+    row_linear,
+    vocabulary_embedding,
 )
 
 
@@ -76,12 +77,12 @@ class TensorAxis(Axis):
             styles = match(plan or {}, model)
         modules = dict(model.named_modules())
         self.styles = {name: styles[name] for name in modules if name in styles}
-        shards = {
+        self.shards = {
             name: shard_of(name, modules[name], style, axes.sizes["tp"], modules)
             for name, style in self.styles.items()
         }
         self.cuts_logits = check_loss(model, self.styles, cut_head)
-        self.placements = placements_of(model, self.styles, shards)
+        self.placements = placements_of(model, self.styles, self.shards)
         in_time = options.sequence_parallel
         self.time_cuts = time_cuts(model, chain, self.styles) if in_time else TimeCuts()
 
@@ -101,46 +102,51 @@ class TensorAxis(Axis):
             yield partial, self.axes.along(["tp"])
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
-        """Put this rank's layers in the places of the modules, with this rank's blocks of their
-        parameters.
+        """Leave this rank's blocks of the modules' parameters, and let the modules compute with
+        them.
         """
         group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
         options = group, self.algorithm, self.options.overlap
         tp, tp_in_time = TensorGroup(*options), TensorGroup(*options, True, self.options.regather)
         named = list(model.named_modules(remove_duplicate=False))
-        here = {name for name, _ in named if is_below(name, local)}
-        uses = Counter(id(p) for name, m in named if name in here for p in m._parameters.values())
+        here = {name: module for name, module in named if is_below(name, local)}
+        uses = Counter(id(p) for module in here.values() for p in module._parameters.values())
         names = first_names(model)
         name_of = {id(p): name for name, p in model.named_parameters()}
         blocks: dict[int, nn.Parameter] = {}  # of a parameter: tied ones stay one object
 
-        def block(p: Any) -> Any:
-            if p is None or name_of[id(p)] not in self.placements:
-                return p
-            if id(p) not in blocks:
-                shard = self.placements[name_of[id(p)]].cut(p.detach(), position)
-                shard = shard.clone(memory_format=torch.contiguous_format)
-                blocks[id(p)] = nn.Parameter(shard, p.requires_grad)
-            return blocks[id(p)]
+        def block(p: nn.Parameter) -> nn.Parameter:
+            shard = self.placements.get(name_of.get(id(p), ""))
+            if shard is not None and id(p) not in blocks:
+                part = shard.cut(p.detach(), position)
+                part = part.clone(memory_format=torch.contiguous_format)
+                blocks[id(p)] = nn.Parameter(part, p.requires_grad)
+            return blocks.get(id(p), p)
 
-        replaced: dict[int, nn.Module] = {}
-        counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
-        for name, old in named:
-            style = self.styles.get(names[id(old)])
-            if style is None or name not in here:
+        done = set[int]()
+        counts: set[tuple[nn.Module, str]] = set()  # modules and their attributes that count heads
+        for name, module in here.items():
+            first = names[id(module)]
+            if (style := self.styles.get(first)) is None:
                 continue
-            if id(old) not in replaced:
-                in_time = names[id(old)] in self.time_cuts.cut_time
-                sizes = self.placements[name_of[id(old.weight)]].sizes
-                new = layer(old, style, sizes, position, tp_in_time if in_time else tp, block)
-                if isinstance(new, ColumnLinear):
-                    new.deferred = uses[id(old.weight)] == 1
-                replaced[id(old)] = new.train(old.training)
-            parent, _, attribute = name.rpartition(".")
-            module = model.get_submodule(parent)
-            setattr(module, attribute, replaced[id(old)])
             if isinstance(style.heads, str):
-                counts.add((module, style.heads))
+                counts.add((model.get_submodule(name.rpartition(".")[0]), style.heads))
+            if id(module) in done:
+                continue  # under another name
+            done.add(id(module))
+            group_here = tp_in_time if first in self.time_cuts.cut_time else tp
+            sizes, single = self.shards[first].sizes, uses[id(module.weight)] == 1
+            if isinstance(module, nn.Embedding):
+                start = sum(sizes[:position])
+                forward: Any = partial(vocabulary_embedding, tp=group_here, start=start)
+            elif style.name == "row":
+                forward = partial(row_linear, tp=group_here)
+            else:
+                join = sizes if style.name == "column_gather" else None
+                forward = partial(column_linear, tp=group_here, deferred=single, join=join)
+            for attribute, p in list(module.named_parameters()):
+                setattr(module, attribute, block(p))
+            module.forward = MethodType(forward, module)
         for module, attribute in counts:
             setattr(module, attribute, getattr(module, attribute) // tp.size)
         self.time_cuts.connect(model, tp_in_time, here)
@@ -234,43 +240,6 @@ def check_loss(model: nn.Module, styles: Mapping[str, Style], cut_head: bool) ->
             'cuts no head: give the last linear layer the style "vocabulary", or use another loss'
         )
     return bool(heads)
-
-
-# ── this rank's ──
-
-
-def layer(
-    old: nn.Module,
-    style: Style,
-    sizes: Sequence[int],
-    position: int,
-    tp: TensorGroup,
-    block: Callable[[Any], Any],
-) -> nn.Module:
-    """Return the layer that takes a module's place. `block`: this rank's part of a parameter."""
-    if isinstance(old, nn.Embedding):
-        start, padding = sum(sizes[:position]), old.padding_idx
-        if padding is not None:
-            padding = padding - start if 0 <= padding - start < sizes[position] else None
-        table = VocabularyEmbedding(block(old.weight), start, padding, tp)
-        table.register_forward_pre_hook(partial(check_tokens, old.num_embeddings))
-        return table
-    if style.name == "row":
-        return RowLinear(block(old.weight), old.bias, tp)  # type: ignore[arg-type]
-    column = ColumnLinear(block(old.weight), block(old.bias), tp)
-    if style.name == "column_gather":
-        column.register_forward_hook(lambda _, args, y: tp.join(y, sizes))
-    return column
-
-
-def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
-    (tokens,) = args
-    if tokens.is_meta or not tokens.numel():
-        return
-    if not (tokens.min() >= 0 and tokens.max() < rows):
-        raise IndexError(
-            f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
-        )
 
 
 def is_below(name: str, modules: Collection[str]) -> bool:
