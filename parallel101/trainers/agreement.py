@@ -24,7 +24,7 @@ from parallel101.collectives import all_gather, broadcast, gather
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.batches import raw_memory
+from parallel101.trainers.batches import number_of_text, raw_memory
 
 DIGEST = 8  # bytes of a hash
 FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are
@@ -80,9 +80,8 @@ class Agreement:
 
     def same(self, text: str) -> bool:
         """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
-        digest = hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
-        number = int.from_bytes(digest, "big", signed=True)
-        return len(set(self.gather_rows([number]).tolist())) == 1
+        (numbers,) = self.numbers(number_of_text(text))
+        return len(set(numbers)) == 1
 
     def gather_rows(self, row: list, dtype: torch.dtype = torch.int64) -> Tensor:
         """Return every rank's row."""
@@ -158,10 +157,12 @@ class Agreement:
                         tensor.copy_(broadcast(tensor, 0, group=self.group))
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by name, each once, however often it is tied."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def tensors_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by name, each once, however often it is tied; or under all of
+    its names.
+    """
+    yield from model.named_parameters(remove_duplicate=remove_duplicate)
+    yield from model.named_buffers(remove_duplicate=remove_duplicate)
 
 
 def _fingerprint(tensor: Tensor) -> str:

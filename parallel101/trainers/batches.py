@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = Any  # a tree of tensors
-HASH = 6  # bytes: a number of this size is exact in float64
+HASH = 6  # bytes
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
@@ -139,11 +139,12 @@ def call(module: nn.Module, inputs: Batch) -> Any:
 
 
 def number_of_shape(tree: Batch) -> int:
-    """Return a number that identifies the shape of a sample and its dtype, on every rank.
+    """Return a number that identifies the shape of a sample and its dtype, on every rank."""
+    return number_of_text(f"{[(tuple(t.shape[1:]), t.dtype) for t in tensors_of(tree)]}")
 
-    It is exact as a float64.
-    """
-    text = f"{[(tuple(t.shape[1:]), t.dtype) for t in tensors_of(tree)]}"
+
+def number_of_text(text: str) -> int:
+    """Return a hash of a text, 48 bits, which is exact as a float64."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=HASH).digest(), "big")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from parallel101.collectives import all_gather
 from parallel101.mesh import Group, GroupLike, along, group_of
-from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.agreement import Agreement, tensors_of
 
 ORDER = ("pp", "tp", "ep", "dp")  # in which the axes cut a parameter, the outermost first
 DATA = ("dp", "cp", "ep")  # each rank along these has other tokens: gradients are summed over them
@@ -316,9 +316,7 @@ def copied(value: Any) -> Any:
 def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers in a state_dict, by name, each once, even if tied."""
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    return {
-        name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if id(t) in kept
-    }
+    return {name: t for name, t in tensors_of(model) if id(t) in kept}
 
 
 def state_names(model: nn.Module) -> dict[str, str | None]:

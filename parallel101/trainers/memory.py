@@ -47,10 +47,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind these tensors, each storage once, however many of
     the tensors share it.
     """
-    storages = {
-        id(storage): storage.nbytes()
-        for storage in (tensor.untyped_storage() for tensor in tensors)
-    }
+    storages = {id(storage := t.untyped_storage()): storage.nbytes() for t in tensors}
     return sum(storages.values())
 
 

@@ -28,26 +28,21 @@ from parallel101.trainers.batches import Batch, call, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, together
 from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
+from parallel101.trainers.recompute import and_its_repetitions
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-class Stage(nn.Module):
+class Stage(nn.Sequential):
     """Consecutive modules of a model, by their numbers in its sequence."""
-
-    def __init__(self, entries: Mapping[int, nn.Module]):
-        super().__init__()
-        self.entries = list(entries.values())
-        for number, entry in entries.items():
-            self.add_module(str(number), entry)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the stage. The first module takes the model's arguments, or what the stage
         before has sent.
         """
-        first, *others = self.entries
+        first, *others = self
         x = first(*args, **kwargs)
         for entry in others:
             x = entry(x)
@@ -55,7 +50,7 @@ class Stage(nn.Module):
 
     def sequence(self) -> list[nn.Module]:
         """Return the modules whose composition is the forward."""
-        return self.entries
+        return list(self)
 
 
 class Received(Function):
@@ -176,7 +171,8 @@ class Pipeline:
             x = arrived.requires_grad_(arrived.is_floating_point())
             inputs = Received.apply(x)
         weights = WeightGradients(split=True) if (stage, i) in self.split else None
-        with weights.forward() if weights else nullcontext(), self.autocast():
+        splitting = and_its_repetitions(weights.forward) if weights else nullcontext()
+        with splitting, self.autocast():
             y = call(self.parts[stage], inputs)
             if stage == self.last_stage:
                 y = self.losses.add(y, self.targets[i], self.sizes[i])

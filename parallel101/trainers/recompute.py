@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel101.spans import span
+from parallel101.trainers.gradient_sync import nested
 from parallel101.trainers.model_layers import LISTS
-from parallel101.trainers.weight_gradients import WeightGradients, split_backward
 
 Recompute = str | Callable[[str], bool]
 _thread = threading.local()  # .around: a context of the forward that this thread computes
@@ -115,24 +115,21 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
 
 def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the context managers for a forward and for its repetition."""
-    return nullcontext(), again(name, split_backward(), getattr(_thread, "around", nullcontext))
+    return nullcontext(), again(name, getattr(_thread, "around", nullcontext))
 
 
 @contextmanager
-def again(
-    name: str, later: WeightGradients | None, around: Callable[[], AbstractContextManager]
-) -> Iterator[None]:
-    """Run a repetition with the same modes as the forward: if that left its weight gradients for
-    later, its linear layers kept other tensors.
-    """
-    with span("recompute", module=name), later.forward() if later else nullcontext(), around():
+def again(name: str, around: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Run a repetition in the contexts that the forward had: its layers keep the same tensors."""
+    with span("recompute", module=name), around():
         yield
 
 
 @contextmanager
 def and_its_repetitions(around: Callable[[], AbstractContextManager]) -> Iterator[None]:
     """Run a forward in this context, and later its repetitions in backward."""
-    before, _thread.around = getattr(_thread, "around", nullcontext), around
+    before = getattr(_thread, "around", nullcontext)
+    _thread.around = partial(nested, (before, around))
     try:
         with around():
             yield

@@ -11,11 +11,12 @@ with the one before it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from parallel101.collectives.comm import comm_of
 from parallel101.mesh import Group, split_sizes
@@ -56,7 +57,9 @@ class PipelineStages(OneStage):
         self.ranges = cut_points(model, len(self.placement), options.layers_per_stage)
         self.on_stages = stages_of_names(model, self.ranges)
         names = {id(t): name for name, t in tensors_of(model)}  # the first ones of tied tensors
-        self.first_name = {name: names[id(t)] for name, t in all_tensors(model)}
+        self.first_name = {
+            name: names[id(t)] for name, t in tensors_of(model, remove_duplicate=False)
+        }
         self.local = frozenset(s for s, position in self.placement.items() if position == here)
         self.positions = {
             name: sorted({self.placement[stage] for stage in stages})
@@ -107,9 +110,12 @@ class PipelineStages(OneStage):
         parameters is freed; a tensor that is tied to one here stays tied.
         """
         entries = entries_of(model)
-        self.parts = {s: Stage({i: entries[i] for i in self.ranges[s]}) for s in sorted(self.local)}
+        self.parts = {
+            s: Stage(OrderedDict((str(i), entries[i]) for i in self.ranges[s]))
+            for s in sorted(self.local)
+        }
         kept = {id(t) for p in self.parts.values() for t in (*p.parameters(), *p.buffers())}
-        tensors = all_tensors(model)
+        tensors = list(tensors_of(model, remove_duplicate=False))
         here = {self.first_name[name]: t for name, t in tensors if id(t) in kept}
         for name, t in tensors:
             if self.first_name[name] not in here:
@@ -170,14 +176,6 @@ def cut_points(
             "expected at least one"
         )
     return parts
-
-
-def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under each of their names: a tied one has several."""
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def stages_of_names(model: nn.Module, ranges: Sequence[range]) -> dict[str, list[int]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -48,18 +47,12 @@ class TimeCuts:
     def connect(self, model: nn.Module, tp: TensorGroup, here: Collection[str]) -> None:
         """Let the modules of this rank cut and join at their entries and exits."""
 
-        def arrive(_: nn.Module, args: tuple[Any, ...]) -> None:
-            tp.arrive(args[0])
-
-        def cut_entry(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (tp.cut(args[0]), *args[1:])
-
         modules = {name: module for name, module in model.named_modules() if name in here}
         for name, module in modules.items():
             if name in self.arrivals and self.arrivals[name] not in here:
-                module.register_forward_pre_hook(arrive)
+                module.register_forward_pre_hook(lambda _, args: tp.arrive(args[0]))
             if name in self.cut_before:
-                module.register_forward_pre_hook(cut_entry)
+                module.register_forward_pre_hook(lambda _, args: (tp.cut(args[0]), *args[1:]))
             if name in self.keep_after:
                 for below in module.modules():
                     if isinstance(below, nn.Embedding) and "forward" in vars(below):
