@@ -24,6 +24,7 @@ Behind them:
     pipeline/               the axis pp: stages, and the messages between them
     weight_gradients.py     ∂W, computed later than ∂x
     recompute.py            activations that backward computes again
+    function_mode.py        torch's functions replaced inside a block
     precision.py            16 bit, and master weights
     random_numbers.py       the same dropout masks, however many ranks there are
     agreement.py            what the ranks agree on, errors included

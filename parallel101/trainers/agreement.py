@@ -11,7 +11,6 @@ never comes: the launcher does.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +23,8 @@ from parallel101.collectives import all_gather, broadcast, gather
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.batches import number_of_text, raw_memory
+from parallel101.trainers.batches import number_of_text, number_of_values, raw_memory
 
-DIGEST = 8  # bytes of a hash
 FEW_STEPS = "bruck"  # a few bytes a rank, however many ranks there are
 KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 SEED_ALIKE = (
@@ -48,7 +46,9 @@ class Agreement:
 
     def numbers(self, *here: float) -> list[list[float]]:
         """Return, for each of these numbers, a list of every rank's, by position."""
-        return self.gather_rows([here], torch.float64).t().tolist()
+        sent = torch.tensor([here], dtype=torch.float64, device=self.device)
+        with wait_span("agree"):
+            return all_gather(sent, group=self.group, algorithm=FEW_STEPS).t().tolist()
 
     def objects(self, here: Any, first_only: bool = False) -> list[Any]:
         """Return every rank's object, by position: tensors, numbers and texts, in dicts, lists and
@@ -63,7 +63,7 @@ class Agreement:
             torch.save(here, file)
             content = file.getbuffer()
         data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
-        sizes = self.gather_rows([len(data)]).tolist()
+        sizes = [int(size) for size in self.numbers(len(data))[0]]
         if first_only:
             data = gather(data, 0, group=self.group, sizes=sizes)
         else:
@@ -82,12 +82,6 @@ class Agreement:
         """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
         (numbers,) = self.numbers(number_of_text(text))
         return len(set(numbers)) == 1
-
-    def gather_rows(self, row: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return every rank's row."""
-        sent = torch.tensor(row, dtype=dtype, device=self.device)
-        with wait_span("agree"):
-            return all_gather(sent, group=self.group, algorithm=FEW_STEPS)
 
     def all_or_none(self, doing: str, work: Callable[[], Any]) -> Any:
         """Return the result of `work()` if it succeeds on all ranks, or raise on all of them."""
@@ -130,7 +124,7 @@ class Agreement:
         if len(self.ranks) == 1:
             return
         text = "\n".join(
-            f"{name}\t{tuple(t.shape)} {t.dtype}\t{_fingerprint(t) if values else ''}"
+            f"{name}\t{tuple(t.shape)} {t.dtype}\t{number_of_values(t) if values else ''}"
             for name, t in tensors
         )
         if self.same(text):
@@ -163,17 +157,6 @@ def tensors_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tupl
     """
     yield from model.named_parameters(remove_duplicate=remove_duplicate)
     yield from model.named_buffers(remove_duplicate=remove_duplicate)
-
-
-def _fingerprint(tensor: Tensor) -> str:
-    """Return a hash of the values, bit by bit: the same for equal numbers on any rank of the
-    same kind of machine.
-    """
-    if tensor.is_meta:
-        return ""  # it has no values
-    # of one element, too, which may have any stride
-    row = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-    return hashlib.blake2b(raw_memory(row), digest_size=DIGEST).hexdigest()
 
 
 def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:

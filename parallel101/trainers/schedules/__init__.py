@@ -1,3 +1,4 @@
-"""Pipeline schedules as data: generated (schedule.py), proved to run and timed
-(simulation.py). Nothing is computed here.
+"""Pipeline schedules as data: generated (schedule.py), proved to run and timed (simulation.py).
+
+Nothing is computed here.
 """
