@@ -9,6 +9,7 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from parallel101.collectives.asynchronous import (
 from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, by_size, dense_gradient
 from parallel101.trainers.layout import Pieces
 
 ASYNCHRONOUS = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
@@ -241,24 +242,14 @@ class Flat:
     def reduce_scatter(self) -> AsyncCollective:
         """Begin to sum the gradients of all ranks. The result is the sum of this rank's block.
 
-        The first one of a step arrives in `grad` itself.
+        The first one of a step arrives in `grad` itself, and others are added to it.
         """
         gradients = self.take_gradients()
         out, self.summed = None if self.summed else self.grad, True
         return self.begin_message("reduce_scatter", gradients, out)
 
-    def add(self, total: Tensor) -> None:
-        """Add a sum that has arrived for this rank's block, unless it arrived in `grad` itself."""
-        if not same_memory(total, self.grad):
-            self.grad += total
-
     def has_gradients(self) -> bool:
         return any(p.grad is not None for p in self.parameters.values())
-
-    def give_gradients(self) -> None:
-        """Give each piece its part of the sum, for the optimizer."""
-        for name, piece in self.owned.items():
-            piece.grad = self.piece_grads[name]
 
 
 # ── several arrays, such as a layer's weights of two dtypes ──
@@ -266,10 +257,8 @@ class Flat:
 
 def flats_of(parameters: Parameters, zero: ZeROGroup) -> list[Flat]:
     """Return the parameters in flat arrays, each of one dtype and device."""
-    kinds: dict[Any, dict[str, nn.Parameter]] = {}
-    for name, p in parameters.items():
-        kinds.setdefault((p.dtype, p.device, zero.labels.get(name)), {})[name] = p
-    return [Flat(kind, zero, weights=False) for kind in kinds.values()]
+    groups = by_size(parameters, sys.maxsize, zero.labels)
+    return [Flat(group, zero, weights=False) for group in groups]
 
 
 def gather(flats: Sequence[Flat]) -> None:
@@ -323,12 +312,15 @@ class ZeRO(GradientSync):
         while len(self.in_flight) > leave:
             flat, total = self.in_flight.pop(0)
             with wait_span("wait for gradients"):
-                flat.add(total.wait())
+                arrived = total.wait()
+            if not same_memory(arrived, flat.grad):
+                flat.grad += arrived
 
     def finish(self) -> list[str]:
         self.receive()
         for flat in self.flats:
-            flat.give_gradients()
+            for name, piece in flat.owned.items():
+                piece.grad = flat.piece_grads[name]
         return [name for flat in self.flats for name in flat.parameters if name not in flat.reached]
 
 
