@@ -54,19 +54,9 @@ class AttentionCall(NamedTuple):
 
 def begin_ring(x: Tensor, k: Tensor, call: AttentionCall, forward: bool, **alike: Any) -> Comm:
     """Return the Comm for a forward or backward. A checked run compares the ranks' calls."""
-    return begin(
-        "ring_attention",
-        call.group,
-        x,
-        uneven=2,
-        sizes=call.sizes,
-        kv_heads=k.shape[1],
-        causal=call.causal,
-        layout=call.layout,
-        scale=call.scale,
-        direction="forward" if forward else "backward",
-        **alike,
-    )
+    same = {name: getattr(call, name) for name in ("sizes", "causal", "layout", "scale")}
+    same |= {"kv_heads": k.shape[1], "direction": "forward" if forward else "backward", **alike}
+    return begin("ring_attention", call.group, x, uneven=2, **same)
 
 
 @contextlib.contextmanager
