@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,12 +112,9 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
 
 def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Return the tree cut along dim 0 into parts of these sizes."""
-    ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
-
-    def part(size: int, end: int) -> Batch:
-        return map_tensors(lambda t: t[end - size : end], tree)
-
-    return [part(size, end) for size, end in zip(sizes, ends)]
+    ends = accumulate(sizes)
+    places = [slice(end - size, end) for size, end in zip(sizes, ends)]
+    return [map_tensors(operator.itemgetter(place), tree) for place in places]
 
 
 def join(batches: Sequence[Batch]) -> Batch:

@@ -33,10 +33,8 @@ def layers_of(
     sequence = sequence_of(model) if types is None else None
     if sequence is not None:
         names = {module: prefix + name for name, module in model.named_modules()}
-        entries = dict.fromkeys(
-            entry for entry in sequence if next(entry.parameters(), None) is not None
-        )
-        yield from ((names[entry], entry) for entry in entries)
+        used = dict.fromkeys(m for m in sequence if next(m.parameters(), None) is not None)
+        yield from ((names[module], module) for module in used)
         return
     for name, module in children_of(model):
         if is_layer(module, types):
