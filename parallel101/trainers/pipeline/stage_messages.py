@@ -65,18 +65,14 @@ class Messages:
             if len(self.ranks) > 1
         ]
         self.acknowledged = acknowledged(lists, placement, self.me)
-        of_all = [action for of_rank in lists for action in of_rank]
-        self.partners = {a: partner(a) for a in of_all if a.kind in COMMUNICATION}
+        messages = [a for of_rank in lists for a in of_rank if a.kind in COMMUNICATION]
+        self.partners = {action: partner(action) for action in messages}
         # from each position, what this rank receives, in the order in which it is sent
-        self.incoming = {
-            source: [
-                self.partners[action]
-                for action in of_rank
-                if action.kind.startswith("SEND")
-                and placement[self.partners[action].stage] == self.me
-            ]
-            for source, of_rank in enumerate(lists)
-        }
+        self.incoming: dict[int, list[Action]] = {source: [] for source in range(len(lists))}
+        for send in messages:
+            source, receive = placement[send.stage], self.partners[send]
+            if send.kind.startswith("SEND") and placement[receive.stage] == self.me != source:
+                self.incoming[source].append(receive)
         # (stage, shape of the microbatch) → shape and dtype of its message
         self.known: dict[Hashable, Spec] = {}
 
