@@ -9,7 +9,6 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from parallel101.collectives.asynchronous import (
 from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.gradient_sync import GradientSync, Parameters, by_size, dense_gradient
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
 
 ASYNCHRONOUS = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
@@ -257,8 +256,10 @@ class Flat:
 
 def flats_of(parameters: Parameters, zero: ZeROGroup) -> list[Flat]:
     """Return the parameters in flat arrays, each of one dtype and device."""
-    groups = by_size(parameters, sys.maxsize, zero.labels)
-    return [Flat(group, zero, weights=False) for group in groups]
+    kinds: dict[Any, dict[str, nn.Parameter]] = {}
+    for name, p in parameters.items():
+        kinds.setdefault((p.dtype, p.device, zero.labels.get(name)), {})[name] = p
+    return [Flat(kind, zero, weights=False) for kind in kinds.values()]
 
 
 def gather(flats: Sequence[Flat]) -> None:
