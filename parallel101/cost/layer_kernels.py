@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import (
     ModelShape,
-    count_arrays,
     expert_parameters,
     linears,
-    rank_parameters,
+    parameters_and_arrays,
 )
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import Software
@@ -62,8 +61,7 @@ class RankWork:
         shape, layout, part = self.shape, self.layout, self.part
         self.layers, self.first, self.last = part
         tp, cp = layout.tp, layout.cp
-        self.parameters = rank_parameters(shape, tp, layout.ep, *part)
-        self.arrays = count_arrays(shape, tp, layout.ep, *part)
+        self.parameters, self.arrays = parameters_and_arrays(shape, tp, layout.ep, *part)
         self.ranks = layout.dp * cp * layout.ep
         self.e, self.ring = layout.itemsize, cp > 1 and layout.context != "ulysses"
         self.beside = shape.tp_beside_attention(tp)

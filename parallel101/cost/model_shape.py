@@ -38,7 +38,8 @@ def check_whole(of: object, *names: str) -> None:
 def check_known(of: object, known: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ValueError unless each of these fields has one of its known values."""
     for name, values in known.items():
-        if (value := getattr(of, name)) not in values:
+        value = getattr(of, name)
+        if value not in values or type(value) not in map(type, values):  # True is not 1
             raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, values))}")
 
 
@@ -138,7 +139,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """The parameters of the whole model."""
-        return int(rank_parameters(self, 1, 1, self.layers, True, True))
+        return int(parameters_and_arrays(self, 1, 1, self.layers, True, True)[0])
 
 
 def linears(shape: ModelShape, tp: int) -> tuple[tuple[int, list[int]], ...]:
@@ -248,17 +249,12 @@ def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
 
 
 @lru_cache(maxsize=1 << 14)
-def rank_parameters(
+def parameters_and_arrays(
     shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool
-) -> float:
-    """Return the number of parameters on a rank: of layers, and maybe the embedding or the head."""
-    ends = stage_arrays(shape, tp, ep, 0, first, last, "none")
-    return layers * layer_parameters(shape, tp, ep) + size_of(ends)
-
-
-@lru_cache(maxsize=1 << 14)
-def count_arrays(shape: ModelShape, tp: int, ep: int, layers: int, first: bool, last: bool) -> int:
-    return len(stage_arrays(shape, tp, ep, layers, first, last, "none"))
+) -> tuple[float, int]:
+    """Return the number of parameters and of arrays on a rank, as of `stage_arrays`."""
+    arrays = stage_arrays(shape, tp, ep, layers, first, last, "none")
+    return size_of(arrays), len(arrays)
 
 
 # ── operations ──

@@ -30,7 +30,7 @@ from parallel101.cost.model_shape import (
     expert_parameters,
     layer_parameters,
     linears,
-    rank_parameters,
+    parameters_and_arrays,
     size_of,
     table_parameters,
 )
@@ -120,7 +120,8 @@ class _RankMemory:
         self.of_layer = layer_parameters(shape, tp, ep)
         self.table = table_parameters(shape, tp)
         self.of_embedding = size_of(embedding_arrays(shape, tp))
-        count = rank_parameters(shape, tp, ep, sum(self.layers), self.first, self.last)
+        part = sum(self.layers), self.first, self.last
+        count, _ = parameters_and_arrays(shape, tp, ep, *part)
         self.parameters = self.owned = count
         if zero:
             experts = sum(self.layers) * expert_parameters(shape, ep)

@@ -65,15 +65,16 @@ class Time:
         return "bandwidth" if self.bandwidth_seconds >= self.latency_seconds else "latency"
 
     def __repr__(self) -> str:
-        where = f"{' × '.join(map(str, self.axes))} {self.chip}"
-        bounds = (
-            f"bandwidth {decimal(self.bandwidth_seconds, 's')}, latency "
-            f"{decimal(self.latency_seconds, 's')}"
-        )
-        return (
-            f"{self.operation} of {decimal(self.nbytes, 'B')} on {where}: "
-            f"{decimal(self.seconds, 's')}, {self.bound}-bound ({bounds})"
-        )
+        what = f"{self.operation} of {decimal(self.nbytes, 'B')} on "
+        what += f"{' × '.join(map(str, self.axes))} {self.chip}"
+        bounds = {"bandwidth": self.bandwidth_seconds, "latency": self.latency_seconds}
+        return sentence(what, self.bound, bounds)
+
+
+def sentence(what: str, bound: str, bounds: dict[str, float]) -> str:
+    """Return the seconds of something, and its bounds, in words."""
+    each = ", ".join(f"{name} {decimal(seconds, 's')}" for name, seconds in bounds.items())
+    return f"{what}: {decimal(max(bounds.values()), 's')}, {bound}-bound ({each})"
 
 
 def decimal(value: float, unit: str) -> str:
@@ -252,13 +253,8 @@ class ProductTime:
         return "flops" if self.flop_seconds >= self.memory_seconds else "memory"
 
     def __repr__(self) -> str:
-        bounds = (
-            f"flops {decimal(self.flop_seconds, 's')}, memory {decimal(self.memory_seconds, 's')}"
-        )
-        return (
-            f"product of {decimal(self.flops, 'flop')}: {decimal(self.seconds, 's')}, "
-            f"{self.bound}-bound ({bounds})"
-        )
+        bounds = {"flops": self.flop_seconds, "memory": self.memory_seconds}
+        return sentence(f"product of {decimal(self.flops, 'flop')}", self.bound, bounds)
 
 
 def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) -> ProductTime:

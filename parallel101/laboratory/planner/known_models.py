@@ -145,12 +145,8 @@ def from_file(path: Path) -> ModelShape:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file: expected JSON") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        ) from None
+    except ValueError as error:  # of the encoding, or of JSON
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object with a model's keys")
     shape = from_keys(found, str(path))

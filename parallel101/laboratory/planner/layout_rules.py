@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.model_shape import ModelShape
+from parallel101.cost.model_shape import ModelShape, check_known, check_whole
 from parallel101.cost.parallel_layout import KNOWN, ParallelLayout, stage_layers
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
@@ -40,18 +41,16 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for unknown keys and for values that none can have.
     """
-    for key, value in fixed.items():
-        if key not in KEYS:
-            raise ValueError(
-                f"layout has the unknown key {key!r}: expected some of {', '.join(KEYS)}"
-            )
-        if key in CHOICES:
-            if not any(value is c or (value == c and type(value) is type(c)) for c in CHOICES[key]):
-                raise ValueError(
-                    f"layout {key}={value!r}: expected one of {', '.join(map(repr, CHOICES[key]))}"
-                )
-        elif type(value) is not int or value < 1:
-            raise ValueError(f"layout {key}={value!r}: expected a whole number, 1 or more")
+    if unknown := [key for key in fixed if key not in KEYS]:
+        raise ValueError(
+            f"layout has the unknown key {unknown[0]!r}: expected some of {', '.join(KEYS)}"
+        )
+    chosen, of = {key: CHOICES[key] for key in CHOICES if key in fixed}, SimpleNamespace(**fixed)
+    try:
+        check_known(of, chosen)
+        check_whole(of, *(key for key in fixed if key not in chosen))
+    except ValueError as error:
+        raise ValueError(f"layout {error}") from None
     return dict(fixed)
 
 

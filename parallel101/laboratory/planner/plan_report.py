@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
+from parallel101.laboratory.planner.layout_rules import AXES
 from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
@@ -109,45 +111,42 @@ def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
+# of the table of layouts, after the axes
+COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
+    "microbatch": lambda of: f"{of.layout.microbatch} × {of.layout.microbatches}",
+    "chunks": lambda of: str(of.layout.chunks),
+    "ZeRO": lambda of: str(of.layout.zero_stage),
+    "step": lambda of: human_seconds(of.seconds),
+    "range": lambda of: f"{human_seconds(of.time.low)} – {human_seconds(of.time.high)}",
+    "tokens/s": lambda of: f"{of.tokens_per_second:,.0f}",
+    "MFU": lambda of: f"{of.mfu:.1%}",
+    "HFU": lambda of: f"{of.time.hfu:.1%}",
+    "first": lambda of: decimal_bytes(of.memory[0].total),
+    "last": lambda of: decimal_bytes(of.memory[-1].total),
+    "recompute": lambda of: of.layout.recompute,
+    "along time": lambda of: "sequence parallel" * of.layout.sequence_parallel,
+}
+USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
+
+
 def layouts_table(plan: RankedLayouts) -> TextTable:
     """Return a table with one row for each of the best layouts."""
-    meshes = len({of.layout.mesh for of in plan})
-    head = ["", "dp", "tp", "pp", "cp", "ep", "microbatch", "chunks", "ZeRO", "step", "range"]
-    head += ["tokens/s", "MFU", "HFU", "first", "last", "recompute", "along time"]
-    rows = [
-        [
-            str(number),
-            *(str(getattr(of.layout, axis)) for axis in ("dp", "tp", "pp", "cp", "ep")),
-            f"{of.layout.microbatch} × {of.layout.microbatches}",
-            str(of.layout.chunks),
-            str(of.layout.zero_stage),
-            human_seconds(of.seconds),
-            f"{human_seconds(of.time.low)} – {human_seconds(of.time.high)}",
-            f"{of.tokens_per_second:,.0f}",
-            f"{of.mfu:.1%}",
-            f"{of.time.hfu:.1%}",
-            decimal_bytes(of.memory[0].total),
-            decimal_bytes(of.memory[-1].total),
-            of.layout.recompute,
-            "sequence parallel" if of.layout.sequence_parallel else "",
-        ]
-        for number, of in enumerate(plan, 1)
+    columns = {axis: [str(getattr(of.layout, axis)) for of in plan] for axis in AXES}
+    columns |= {name: [text(of) for of in plan] for name, text in COLUMNS.items()}
+    head = [
+        name
+        for name, cells in columns.items()
+        if any(cells) and not (name in USED and {*cells} <= {"0", "1"})
     ]
-    # axes that no layout uses, and columns without a word
-    kept = [
-        k
-        for k, name in enumerate(head)
-        if not (name in ("cp", "ep", "chunks", "ZeRO") and all(r[k] in "01" for r in rows))
-        and any(r[k] for r in rows)
-    ]
+    rows = zip(map(str, range(1, len(plan) + 1)), *(columns[name] for name in head))
     fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
-    title = f"The best {len(rows)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
-    title += ", one of each mesh" if 1 < len(rows) == meshes else ""
+    title = f"The best {len(plan)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
+    title += ", one of each mesh" * (1 < len(plan) == len({of.layout.mesh for of in plan}))
     return TextTable(
         f"{title}{f' with {fixed}' if fixed else ''}, by the quick model",
-        [head[k] for k in kept],
-        [[row[k] for k in kept] for row in rows],
-        numbers=sum(head[k] not in ("recompute", "along time") for k in kept),
+        ["", *head],
+        [list(row) for row in rows],
+        numbers=1 + len({*head} - {"recompute", "along time"}),
         note="first, last: the memory that a GPU of the first and of the last stage needs.\n"
         f"  range: {plan.cluster.kernels.runs_words}.{ring_note(plan)}",
     )
