@@ -51,7 +51,6 @@ GPUS = tuple(chip.name for chip in CHIPS.values() if chip.kernels is not None)
 # with trace="payload", messages up to this size are recorded with their values
 PAYLOAD_BYTES = 4096
 DEFAULT_WORLD_SIZE = 4
-AFTER_CTRL_C = 0.5  # seconds for the ranks to send their stacks
 TO_SEND_A_RECORD = 5.0  # seconds for a rank of a failed run; a record may have millions of events
 MAX_TIMEOUT = 1e9  # seconds: the most that C++ and select() take
 
@@ -283,7 +282,7 @@ def launch(
     except (DeadlockError, RankFailed, LaunchTimeout, KeyboardInterrupt) as error:
         explained = not isinstance(error, KeyboardInterrupt)
         if not explained:
-            monitor.watcher.report("interrupted: what the ranks did", AFTER_CTRL_C)
+            monitor.watcher.report("interrupted: what the ranks did")
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
         if recording or explained:

@@ -58,6 +58,7 @@ from parallel101.laboratory.record.errors import (
 # seconds after an error that only says that another rank has failed, as WAIT_FOR_CAUSE
 WAIT_FOR_OTHERS = 1.0
 TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
+TO_ANSWER = 1.5  # seconds for the ranks to send their stacks
 LONGEST_LOOK = 0.5  # seconds between two looks at whether a signal has come
 
 
@@ -274,11 +275,11 @@ class Monitor:
     def _on_signal(self, *_: object) -> None:
         self.watcher.report_wanted = True
 
-    def ask_stacks(self, seconds: float = 0.5) -> dict[int, RankStack]:
+    def ask_stacks(self) -> dict[int, RankStack]:
         """Return the stacks of the ranks, as far as they answer in time."""
         for rank in self.ranks:
             rank.stacks = None
-        self._ask(ASK_STACKS, "stacks", seconds)
+        self._ask(ASK_STACKS, "stacks", TO_ANSWER)
         return {stack.rank: stack for rank in self.ranks for stack in rank.stacks or ()}
 
     def ask_records(self, seconds: float = 0.5) -> None:

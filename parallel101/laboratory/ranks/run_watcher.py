@@ -28,7 +28,6 @@ REPORTS = "reports.txt"
 WAIT_FOR_CAUSE = 0.05
 # seconds for other ranks' calls of a collective in which two differ, to tell which is the odd one
 WAIT_FOR_CALLS = 0.3
-TO_ANSWER = 2.5  # seconds for all ranks to send their stacks
 
 
 class RunWatcher:
@@ -37,7 +36,7 @@ class RunWatcher:
     Args:
         size: ranks.
         stuck_after: seconds without progress until the first report; infinity: none.
-        ask_stacks: returns the stacks of the ranks that answer within this many seconds.
+        ask_stacks: returns the stacks of the ranks that answer in time.
         write: writes a report for the user.
         folder: where reports are also written to, in reports.txt; or None.
 
@@ -51,7 +50,7 @@ class RunWatcher:
         self,
         size: int,
         stuck_after: float,
-        ask_stacks: Callable[[float], dict[int, RankStack]],
+        ask_stacks: Callable[[], dict[int, RankStack]],
         write: Callable[[str], None],
         folder: Path | None = None,
     ):
@@ -91,12 +90,12 @@ class RunWatcher:
         """Return when to call `look`, if nothing changes before."""
         return min(self.misuse_due, self.graph.next_look, self.stuck.due(now, self.graph))
 
-    def report(self, head: str, seconds: float = TO_ANSWER) -> None:
+    def report(self, head: str) -> None:
         """Report what each rank waits for, or where it is, with its stack."""
-        self.say("\n  ".join([head, *self._lines(self.ask_stacks(seconds))]))
+        self.say("\n  ".join([head, *self._lines(self.ask_stacks())]))
 
     def _report_no_progress(self) -> None:
-        stacks = self.ask_stacks(TO_ANSWER)
+        stacks = self.ask_stacks()
         quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
         if self.stuck.stuck(now := time.monotonic(), quiet):
             self.say(stuck_text(self._lines(stacks), now - self.stuck.since, self.stuck.pause))

@@ -72,6 +72,7 @@ from parallel101.spans import record_into
 
 # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
 GRACE = 1.0
+TO_ANSWER = 2.5  # seconds for all ranks to send their stacks: they look once a second
 SILENT_FOR = 10.0  # seconds without an answer after which the store is reported
 STORE_ENDS_LATER = 0.3  # seconds by which rank 0's process, which may hold the store, ends earlier
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
@@ -526,9 +527,9 @@ class JobWatcher(threading.Thread):
                 self.status_texts[rank], graph.ranks[rank] = text, from_json(text)
         return graph
 
-    def ask_stacks(self, seconds: float) -> dict[int, RankStack]:
-        """Return, on rank 0, the stacks of the ranks that answer within `seconds`."""
-        number, until = self.store.add("stacks/asked", 1), time.monotonic() + seconds
+    def ask_stacks(self) -> dict[int, RankStack]:
+        """Return, on rank 0, the stacks of the ranks that answer in time."""
+        number, until = self.store.add("stacks/asked", 1), time.monotonic() + TO_ANSWER
         stacks = {0: self.observer.stack()}
         while len(stacks) < self.size and time.monotonic() < until and not self.over.wait(TICK):
             self.heartbeats.beat()
