@@ -19,7 +19,6 @@ from typing import NamedTuple
 from parallel101.laboratory.analysis.overlap import TimeWindow, time_windows
 from parallel101.laboratory.analysis.rank_sums import (
     is_collective,
-    posted_within,
     rank_sums,
     total,
 )
@@ -60,14 +59,13 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
         ValueError: no span has that name.
     """
     (window,) = time_windows(trace, [within] if within else [])
-    inside = posted_within(trace, within)
     messages: dict[str | None, list[Message]] = defaultdict(list)
     collectives: dict[str | None, list[Event]] = defaultdict(list)
     for m in trace.messages():
-        if inside(m.send):
+        if window.has_post(m.send):
             messages[m.send.group.axis or m.recv.group.axis].append(m)
     for e in trace.events:
-        if e.kind != "span" and e.kind not in P2P and inside(e):
+        if e.kind != "span" and e.kind not in P2P and window.has_post(e):
             collectives[e.group.axis].append(e)
     sums = rank_sums(trace, within)
     counted = [key for of_rank in sums.values() for key in of_rank if _is_sent(key)]

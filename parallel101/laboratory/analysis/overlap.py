@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.record.events import P2P, Event
@@ -29,6 +29,17 @@ class TimeWindow(NamedTuple):
     begin: float
     end: float
     events: list[Event]  # the spans, messages and collectives inside it, clipped to it
+    spans: Mapping[int, Event] | None = None  # by rank, if the window is that of a span
+
+    def has_post(self, event: Event) -> bool:
+        """Return whether a rank posts an event in its span of the window.
+
+        What it posts at the span's end isn't in it: on the virtual clock, the next call is posted
+        at that time.
+        """
+        if self.spans is None or (span := self.spans.get(event.rank)) is None:
+            return self.spans is None
+        return span.start == event.posted <= span.end or span.start < event.posted < span.end
 
 
 class TimeBreakdown(NamedTuple):
@@ -65,7 +76,7 @@ def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
             and e.end > last[e.rank].start
             and e.start < last[e.rank].end
         ]
-        windows.append(TimeWindow(name, begin, end, inside))
+        windows.append(TimeWindow(name, begin, end, inside, last))
     return windows
 
 

@@ -30,36 +30,16 @@ def rank_sums(trace: Trace, within: str | None = None, unfinished: bool = False)
     Raises:
         ValueError: no span has that name.
     """
+    (window,) = time_windows(trace, [within] if within else [])
     events = [*trace.events, *trace.unfinished] if unfinished else trace.events
-    inside = posted_within(trace, within)
     counted: dict[int, list[Event]] = defaultdict(list)
-    for event in trace.earlier if within is None else ():
+    calls = (event for event in events if is_call(event) and window.has_post(event))
+    for event in (*(trace.earlier if within is None else ()), *calls):
         counted[event.rank].append(event)
-    for event in events:
-        if is_call(event) and inside(event):
-            counted[event.rank].append(event)
     sums: RankSums = {rank: {} for rank in range(trace.world_size)}
     for rank in sums:
         add_to(sums[rank], counted[rank])
     return sums
-
-
-def posted_within(trace: Trace, name: str | None) -> Callable[[Event], bool]:
-    """Return whether a rank posts an event in its last span of a name. None: always.
-
-    What it posts at the span's end isn't in it: on the virtual clock, the next call is posted at
-    that time. Raises ValueError if no span has that name.
-    """
-    if name is None:
-        return lambda event: True
-    time_windows(trace, [name])  # raises
-    last = {span.rank: (span.start, span.end) for span in trace.spans(name)}
-
-    def inside(event: Event) -> bool:
-        begin, end = last.get(event.rank, (0.0, -1.0))
-        return begin == event.posted <= end or begin < event.posted < end
-
-    return inside
 
 
 def is_collective(key: SumKey) -> bool:
