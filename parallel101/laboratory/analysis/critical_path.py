@@ -187,12 +187,9 @@ class _Record:
 
         It used the link of the same sender or receiver, or one between them.
         """
-        on_link = [m for m in self.at_end.get(t, []) if m.start < t]
-        if not self.exact or not on_link:
-            return None
-        return _of_message(
-            max(on_link, key=lambda m: (m.src == message.src, m.dst == message.dst)), None
-        )
+        on_link = [m for m in self.at_end.get(t, []) if m.start < t and self.exact]
+        nearest = lambda m: (m.src == message.src, m.dst == message.dst)  # noqa: E731
+        return _of_message(max(on_link, key=nearest), None) if on_link else None
 
 
 def _between_calls(rank: int, start: float, end: float) -> Segment:
@@ -207,19 +204,11 @@ def _of_message(m: Message, side: Event | None) -> Activity:
         if event.posted <= m.start
     ] or [(m.start, True, m.src)]
     when, _, rank = max(parts)
-    segment = Segment(
-        m.src,
-        "message",
-        m.start,
-        m.end,
-        f"rank {m.src} sends {human_bytes(m.nbytes)} to rank {m.dst}",
-        m.dst,
-        m.nbytes,
-    )
+    label = f"rank {m.src} sends {human_bytes(m.nbytes)} to rank {m.dst}"
+    segment = Segment(m.src, "message", m.start, m.end, label, m.dst, m.nbytes)
     end = m.end if side is None else max(side.end, m.start)
-    return Activity(
-        end, (m.end > m.start, True, side is m.recv), m.start, (when, rank), id(m), segment, m
-    )
+    better = m.end > m.start, True, side is m.recv
+    return Activity(end, better, m.start, (when, rank), id(m), segment, m)
 
 
 def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
@@ -235,20 +224,10 @@ def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
             ]
             last = max(needed, key=lambda o: o.posted)
             start = max(e.start, last.posted)
-            segment = Segment(
-                e.rank, e.kind, start, e.end, f"{e.kind} of {human_bytes(e.nbytes)}", None, e.nbytes
-            )
-            yield (
-                e.rank,
-                Activity(
-                    e.end,
-                    (e.end > start, True, True),
-                    start,
-                    (last.posted, last.rank),
-                    key,
-                    segment,
-                ),
-            )
+            label, better = f"{e.kind} of {human_bytes(e.nbytes)}", (e.end > start, True, True)
+            segment = Segment(e.rank, e.kind, start, e.end, label, None, e.nbytes)
+            posted = last.posted, last.rank
+            yield e.rank, Activity(e.end, better, start, posted, key, segment)
 
 
 def _pieces_of_compute(events: Sequence[Event]) -> list[Segment]:
