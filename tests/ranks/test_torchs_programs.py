@@ -16,7 +16,7 @@ import parallel101 as p101
 LAUNCHES = {  # name → what they leave out, options of launch
     "gloo": ([], {}),
     "recorded gloo": ([], {"trace": True}),
-    # NCCL has no sparse all-reduce; test_misuse.py has one on sim
+    # NCCL has no sparse all-reduce; test_no_faults.py has one on sim
     "sim, NCCL's rules": (["DDP, sparse"], {"backend": "sim", "rules": "nccl"}),
 }
 

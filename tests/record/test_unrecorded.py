@@ -11,7 +11,6 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101 import collectives
 from parallel101.spans import compute, span, unrecorded
-from tests.ranks.failing import line_of
 
 
 def exchange(rank):
@@ -49,29 +48,3 @@ def test_the_record_is_the_same_with_and_without(backend):
     with_it, without = ([event._replace(**zero) for event in t.events] for t in traces)
     assert sorted(with_it, key=str) == sorted(without, key=str) and with_it
     assert not traces[0].unfinished
-
-
-def waits_inside():
-    rank = dist.get_rank()
-    with unrecorded():
-        exchange(rank)
-        dist.recv(torch.empty(3), 1 - rank)
-
-
-@pytest.mark.parametrize("trace", [False, True])
-def test_a_deadlock_inside_is_named(trace):
-    with pytest.raises(p101.DeadlockError) as failed:
-        p101.launch(waits_inside, world_size=2, trace=trace)
-    assert failed.value.waiting == {
-        r: ("recv", 1 - r, line_of(waits_inside, "torch.empty")) for r in (0, 1)
-    }
-
-
-def differs_inside():
-    with unrecorded():
-        collectives.all_reduce(torch.ones(2 + dist.get_rank()))
-
-
-def test_a_misuse_inside_is_named():
-    with pytest.raises(p101.MisuseError, match="shape"):
-        p101.launch(differs_inside, world_size=2, trace=True)

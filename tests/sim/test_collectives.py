@@ -347,3 +347,19 @@ def test_the_payload_is_what_the_rank_put_in():
         (0, None),
         (1, None),
     ]
+
+
+def test_an_average_of_integers_under_nccls_rules_is_rounded_towards_zero():
+    """As Lightning asks for, when it logs with sync_dist on NCCL."""
+
+    def program(r):
+        x = torch.tensor([3, -3]) if r == 0 else torch.tensor([0, 0])
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        return x.tolist()
+
+    assert run(program, 2, rules="nccl").results == [[1, -1]] * 2
+
+
+def test_a_sum_of_complex_numbers():
+    """torch sends them as pairs."""
+    run(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64)), 2)

@@ -10,22 +10,16 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.sim.network import Network
 from parallel101.laboratory.sim.simulate import simulate
-from tests.ranks.failing import line_of
+from tests.ranks.faults import exchange
 
 from .programs import run, trace, wait_for
 
 
 def under_nccl(program, n=2, network=None):
     return run(program, n, network, rules="nccl").results
-
-
-def deadlock(program, n=2, network=None) -> DeadlockError:
-    result = simulate(program, n, network, rules="nccl")
-    assert isinstance(result.error, DeadlockError), result.error
-    return result.error
 
 
 def isend(value, peer, **kwargs):
@@ -45,25 +39,6 @@ def in_a_batch(*messages):
 
 
 # ---- 1. one queue per communicator: an operation starts when those before it have ended ----
-
-
-def both_send_first(rank):
-    sent = isend(rank, 1 - rank)
-    x, received = irecv(1 - rank)
-    received.wait()
-    sent.wait()
-    return x.item()
-
-
-def test_an_exchange_in_which_both_send_first_runs_on_gloo_and_not_on_nccl():
-    assert run(both_send_first, 2).results == [1.0, 0.0]
-    error = deadlock(both_send_first)
-    assert error.cycle == [0, 1]
-    assert error.waiting == {
-        r: ("send", 1 - r, line_of(both_send_first, "received.wait")) for r in (0, 1)
-    }
-    assert "rank 0's receive from rank 1 waits in the queue behind its send to rank 1" in str(error)
-    assert "batch_isend_irecv" in str(error) and "On gloo" not in str(error)
 
 
 def test_if_one_of_them_receives_first_it_runs():
@@ -127,28 +102,6 @@ def test_messages_outside_a_batch_do_not_share_the_groups_queue():
     assert under_nccl(collective_between) == [0.0, 7.0]
 
 
-def test_batches_share_the_groups_queue_with_its_collectives():
-    def program(rank):
-        x = torch.zeros(1)
-        if rank == 0:
-            sent = in_a_batch((dist.isend, torch.ones(1), 1))
-            dist.all_reduce(torch.ones(1))
-            wait_for(sent)
-        else:
-            summed = dist.all_reduce(torch.ones(1), async_op=True)
-            wait_for(in_a_batch((dist.irecv, x, 0)))
-            summed.wait()
-
-    assert run(program, 2).results == [None, None]
-    error = deadlock(program)
-    assert error.cycle == [0, 1] and {kind for kind, _, _ in error.waiting.values()} == {
-        "send",
-        "all_reduce",
-    }
-    assert "rank 1's receive from rank 0 waits in the queue behind its all_reduce" in str(error)
-    assert "rank 0's all_reduce waits in the queue behind its send to rank 1" in str(error)
-
-
 def test_each_group_has_queues_of_its_own():
     def program(rank):
         other = dist.new_group([0, 1])
@@ -166,17 +119,6 @@ def test_each_group_has_queues_of_its_own():
         return x.item() + y.item()
 
     assert under_nccl(program) == [6.0, 5.0]
-
-
-def test_a_send_in_a_batch_and_a_receive_outside_one_never_meet():
-    def program(rank):
-        if rank == 0:
-            wait_for(in_a_batch((dist.isend, torch.ones(1), 1)))
-        else:
-            irecv(0)[1].wait()
-
-    assert run(program, 2).results == [None, None]
-    assert "rank 1's receive from rank 0 is outside a batch" in str(deadlock(program))
 
 
 # ---- 3. a batch starts together, and ends together ----
@@ -264,55 +206,10 @@ def test_tags_do_not_exist():
 # ---- 5. no receive from anyone ----
 
 
-def test_a_receive_from_anyone_is_refused():
-    def program(rank):
-        if rank == 0:
-            dist.send(torch.ones(1), 1)
-        else:
-            dist.recv(torch.zeros(1))
-
-    assert run(program, 2).results == [None, None]
-    with pytest.raises(
-        RuntimeError, match="rank 1 receives from any rank, and NCCL does not support that"
-    ):
-        under_nccl(program)
-
-
 # ---- 6. collectives that are not the same hang ----
 
 
-def test_different_collectives_never_meet():
-    def program(rank):
-        if rank == 1:
-            dist.barrier()
-        else:
-            dist.all_reduce(torch.ones(1))
-
-    assert isinstance(simulate(program, 3).error, MisuseError)
-    error = deadlock(program, 3)
-    assert (
-        error.waiting[0][:2] == ("all_reduce", 1)
-        and error.waiting[1][:2] == ("barrier", (0, 2))
-        and error.cycle == [0, 1]
-    )
-    assert "the ranks call different operations: all_reduce and barrier" in str(error)
-
-
 # ---- 7. a send ends when it is received, unless it is eager ----
-
-
-def exchange_by_send(rank):
-    dist.send(torch.tensor([float(rank)]), 1 - rank)
-    x = torch.zeros(1)
-    dist.recv(x, 1 - rank)
-    return x.item()
-
-
-def test_a_send_ends_when_it_is_received_unless_it_fits_the_eager_limit():
-    assert deadlock(exchange_by_send).cycle == [0, 1]
-    assert under_nccl(exchange_by_send, network=Network(eager=4)) == [1.0, 0.0]
-    assert under_nccl(both_send_first, network=Network(eager=4)) == [1.0, 0.0]
-    assert deadlock(both_send_first, network=Network(eager=3)).cycle == [0, 1]
 
 
 def test_an_eager_message_is_received_when_the_receives_turn_comes():
@@ -329,44 +226,14 @@ def test_an_eager_message_is_received_when_the_receives_turn_comes():
     assert under_nccl(program, network=Network(latency=1.0, eager=4))[1] == [1.0, 2.0]
 
 
-def test_a_tensor_that_changes_before_its_wait_is_misuse():
-    def program(rank):
-        if rank == 0:
-            x = torch.ones(1)
-            sent = dist.isend(x, 1)
-            x.add_(1)
-            sent.wait()
-        else:
-            irecv(0)[1].wait()
-
-    assert isinstance(simulate(program, 2, rules="nccl").error, MisuseError)
-
-
 # ---- pytorch issue 172668: two stages a rank ----
-
-
-def two_stages_in_batches_of_one(rank):
-    """Rank 0 has stages 0 and 2, rank 1 stages 1 and 3: both send one activation and receive
-    another, in the order of their schedules, as torch.distributed.pipelining posts them.
-    """
-    x = torch.zeros(1)
-    wait_for(
-        in_a_batch((dist.isend, torch.tensor([float(rank)]), 1 - rank))
-        + in_a_batch((dist.irecv, x, 1 - rank))
-    )
-    return x.item()
-
-
-def test_pytorch_issue_172668():
-    assert run(two_stages_in_batches_of_one, 2).results == [1.0, 0.0]
-    assert deadlock(two_stages_in_batches_of_one).cycle == [0, 1]
 
 
 # ---- what is said in an error, and what is recorded ----
 
 
 def test_the_events_behind_a_deadlock_are_kept():
-    result = simulate(both_send_first, 2, rules="nccl")
+    result = simulate(exchange, 2, rules="nccl")
     assert sorted((row[0], row[1], row[2]) for row in result.unfinished) == [
         (r, kind, 1 - r) for r in (0, 1) for kind in ("recv", "send")
     ]
@@ -394,9 +261,7 @@ def test_launch_takes_the_rules():
         == 4
     )
     with pytest.raises(DeadlockError):
-        p101.launch(
-            lambda: both_send_first(dist.get_rank()), world_size=2, backend="sim", rules="nccl"
-        )
+        p101.launch(lambda: exchange(dist.get_rank()), world_size=2, backend="sim", rules="nccl")
 
 
 @pytest.mark.parametrize(

@@ -70,21 +70,6 @@ def test_a_message_and_a_key_wait_at_the_same_virtual_times():
     assert second.start == first.end
 
 
-def test_a_key_that_nobody_sets_is_a_deadlock():
-    def program():
-        if dist.get_rank() == 0:
-            c10d._get_default_store().get("never")
-        elif dist.get_rank() == 1:
-            dist.recv(torch.empty(1), 0)
-
-    with pytest.raises(p101.DeadlockError) as caught:
-        on_sim(program)
-    said = str(caught.value)
-    assert "rank 0 waits in store.get('never') for a key that no rank has set, at " in said
-    assert "test_stores.py" in said
-    assert "rank 1 waits in recv from rank 0" in said
-
-
 def test_a_limit_of_the_programs_own_ends_in_torchs_error():
     def program():
         if dist.get_rank() == 0:
@@ -92,11 +77,3 @@ def test_a_limit_of_the_programs_own_ends_in_torchs_error():
                 c10d._get_default_store().wait(["never"], timedelta(seconds=2))
 
     on_sim(program, 2)
-
-
-def test_rpc_is_refused_in_words():
-    def program():
-        dist.rpc.init_rpc(f"worker {dist.get_rank()}", rank=dist.get_rank(), world_size=2)
-
-    with pytest.raises(p101.RankFailed, match=r"answers calls on threads of its own.*'gloo'"):
-        on_sim(program, 2)

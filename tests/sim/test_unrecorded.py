@@ -15,11 +15,8 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.sim.network import Network
-from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import compute, recorder, span, unrecorded
-from tests.ranks.failing import line_of
 
 from .programs import run, trace
 
@@ -213,71 +210,6 @@ def test_outside_a_run_it_does_nothing():
 
 
 # ---- errors inside ----
-
-
-@pytest.mark.parametrize("rules", ["gloo", "nccl"])
-def test_a_deadlock_inside_is_named(rules):
-    def rank_main(rank):
-        with unrecorded():
-            dist.all_reduce(torch.ones(1))
-            dist.recv(torch.empty(1), 1 - rank)
-
-    error = simulate(rank_main, 2, rules=rules).error
-    assert isinstance(error, DeadlockError)
-    assert error.waiting == {
-        r: ("recv", 1 - r, line_of(rank_main, "dist.recv")) for r in (0, 1)
-    } and error.cycle == [0, 1]
-
-
-def test_a_deadlock_with_a_rank_outside():
-    def rank_main(rank):
-        if rank == 0:
-            dist.recv(torch.empty(1), 1)
-        with unrecorded():
-            dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1))
-
-    error = simulate(rank_main, 2).error
-    assert isinstance(error, DeadlockError)
-    assert error.waiting == {
-        0: ("recv", 1, line_of(rank_main, "dist.recv")),
-        1: ("all_gather", 0, line_of(rank_main, "all_gather(")),
-    }
-
-
-def test_nccls_queues_inside():
-    def rank_main(rank):
-        with unrecorded():
-            sent = dist.isend(torch.ones(1), 1 - rank)
-            dist.recv(torch.empty(1), 1 - rank)
-            sent.wait()
-
-    run(rank_main, 2)
-    error = simulate(rank_main, 2, rules="nccl").error
-    assert isinstance(
-        error, DeadlockError
-    ) and "waits in the queue behind its send to rank 1" in str(error)
-
-
-def test_a_misuse_inside():
-    def rank_main(rank):
-        with unrecorded():
-            collectives.all_reduce(torch.ones(2 + rank))
-
-    error = simulate(rank_main, 2).error
-    assert isinstance(error, MisuseError) and "shape" in str(error)
-
-
-def test_a_receive_inside_for_which_nobody_waits():
-    def rank_main(rank):
-        with unrecorded():
-            if rank == 0:
-                dist.send(torch.ones(1), 1)
-            else:
-                dist.irecv(torch.ones(1), 0)
-            dist.barrier()
-
-    (call,) = run(rank_main, 2).unwaited
-    assert (call.kind, call.rank, call.where) == ("recv", 1, line_of(rank_main, "dist.irecv"))
 
 
 def test_an_exception_inside_that_the_program_catches():

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.bench.simulator_speed import round_the_ring
-from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.sim.network import Network
 
-from .programs import run, simulate, trace
+from .programs import run, trace
 
 
 @pytest.mark.parametrize("eager", [0, 1 << 20])
@@ -98,25 +97,6 @@ def test_virtual_time_passes_however_a_program_waits_for_futures(way):
         run(lambda rank: FUTURES[way]().tolist(), 2, Network(latency=1.0)).results
         == [[2.0, 2.0]] * 2
     )
-
-
-def test_a_future_that_nothing_will_set_is_an_error_at_once():
-    result = simulate(lambda rank: torch.futures.Future().wait(), 2)
-    with pytest.raises(
-        RuntimeError,
-        match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future",
-    ):
-        raise result.error
-
-
-def test_a_deadlock_in_a_future_names_the_call_that_does_not_end():
-    error = simulate(
-        lambda rank: set_by(summed(1.0)).wait() if rank == 0 else dist.recv(torch.ones(1), 0), 2
-    ).error
-    with pytest.raises(
-        DeadlockError, match=r"rank 0 waits in all_reduce(.|\n)*rank 1 waits in recv"
-    ):
-        raise error
 
 
 def test_a_thread_of_the_program_may_set_a_future():

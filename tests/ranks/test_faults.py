@@ -1,0 +1,68 @@
+"""What goes wrong is reported at once, with rank and line, in every world. The table: faults.py."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+import parallel101 as p101
+from tests.ranks import faults
+from tests.ranks.faults import FAULTS, WORLDS, Fault
+
+SOON = 20.0  # seconds, however busy the machine is; the time limit of a launch is 60 s
+CASES = [(name, world) for name, fault in FAULTS.items() for world in fault.worlds.split()]
+
+
+def failure(fault: Fault, **options):
+    """The error of a launch, within SOON."""
+    program, size, began = fault.program, fault.size, time.monotonic()
+    with pytest.raises(fault.error) as raised:
+        p101.launch(lambda: program(dist.get_rank()), world_size=size, **fault.options, **options)
+    assert time.monotonic() - began < SOON
+    return raised.value
+
+
+def expected(fault: Fault):
+    """Regular expressions of what a report must say: the table's, and those of its lines."""
+    for text in fault.says:
+        yield re.escape(text).replace("…", ".*")
+    lines, first = inspect.getsourcelines(fault.program)
+    for number, line in enumerate(lines, first):
+        if fault.program.__name__ != "<lambda>" and "  # rank" in line:
+            for text in line.partition("  # ")[2].split(";"):
+                yield rf"{re.escape(text.strip())}.*at {faults.__file__}:{number}:"
+
+
+@pytest.mark.parametrize(("name", "world"), CASES, ids=[", ".join(case) for case in CASES])
+def test_a_report_names_what_went_wrong_with_rank_and_line(name, world):
+    fault = FAULTS[name]
+    error = failure(fault, **WORLDS[world])
+    text = str(error)
+    assert [said for said in expected(fault) if not re.search(said, text)] == [], text
+    assert "worker.py" not in text, "the library's own frames"
+    assert fault.rank in (None, getattr(error, "rank", None))
+    if fault.error is p101.RankFailed:
+        assert (error.exitcode is None) == (error.__cause__ is not None)
+    if isinstance(error, (p101.DeadlockError, p101.MisuseError)):
+        assert f"{faults.__file__}:" in text
+    if isinstance(error, p101.DeadlockError):
+        for rank, (kind, _, where) in error.waiting.items():
+            assert re.search(rf"rank {rank} waits in {re.escape(kind)} .*, at {where}", text)
+        cycle = " → ".join(f"rank {rank}" for rank in [*error.cycle, *error.cycle[:1]])
+        assert re.findall("the cycle: (.*)", text) == [cycle] * bool(cycle)
+        assert [*map(int, re.findall(r"rank (\d+) has already", text))] == error.returned
+
+
+@pytest.mark.parametrize("program", faults.END_WITHOUT_THESE_RULES, ids=lambda p: p.__name__)
+def test_what_hangs_on_nccl_only_ends_elsewhere_and_if_messages_are_eager(program):
+    eager = p101.Network(eager=4)
+    launched = lambda **world: p101.launch(  # noqa: E731
+        lambda: program(dist.get_rank()), world_size=2, backend="sim", **world
+    )
+    assert launched().results == [True, True]
+    if "exchange" in program.__name__:
+        assert launched(rules="nccl", network=eager).results == [True, True]
