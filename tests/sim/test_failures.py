@@ -1,5 +1,5 @@
-"""On the sim, misuse and a rank's own exception end the run at once, and the process is as
-before afterwards.
+"""On the sim, a rank's own exception ends the other ranks, and the process is as before afterwards.
+(Other faults: tests/ranks/faults.py.)
 """
 
 from __future__ import annotations
