@@ -12,26 +12,14 @@ import parallel101 as p101
 from parallel101.cost import step_memory
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout as Layout
+from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.laboratory.planner.trainer_call import mesh_of, model_of, trainer_options
 from parallel101.models.gpt import balanced_next_token_loss, next_token_loss
 
 GPT_SHAPE = ModelShape(width=256, layers=4, heads=8, vocabulary=512, time=256)
 UNFUSED = replace(GPT_SHAPE, attention="unfused", time=512)
 EXPERTS = replace(GPT_SHAPE, experts=4)
-LLAMA = ModelShape(
-    width=256,
-    layers=4,
-    heads=8,
-    kv_heads=4,
-    vocabulary=2048,
-    time=256,
-    feed_forward=704,
-    gated=True,
-    norm="rms",
-    positions="rotary",
-    biases=False,
-    tied=False,
-)
+LLAMA = ModelShape(256, 4, 8, 2048, 256, 4, 704, **AS_LLAMA)
 
 
 SHAPES = {"GPT": GPT_SHAPE, "unfused": UNFUSED, "experts": EXPERTS, "Llama": LLAMA}

@@ -19,14 +19,12 @@ from parallel101.cost.kernels import product_seconds
 from parallel101.cost.layer_kernels import RankWork, linear_products, memory_kernels
 from parallel101.cost.layer_seconds import Pass, Seconds
 from parallel101.cost.step_time import bubble_seconds
+from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.models import GPT, GPTConfig, Llama, LlamaConfig
 
 GPT3 = ModelShape(12288, 96, 96, 51200, 2048)
 SMALL = ModelShape(4096, 16, 32, 51200, 2048)
-LLAMA = ModelShape(
-    4096, 16, 32, 128256, 4096, kv_heads=8, feed_forward=14336, gated=True, norm="rms",
-    biases=False, positions="rotary", tied=False,
-)  # fmt: skip
+LLAMA = ModelShape(4096, 16, 32, 128256, 4096, 8, 14336, **AS_LLAMA)
 H100 = Cluster("H100", 4096)
 LAYOUTS = [
     ParallelLayout(microbatch=2, microbatches=3),

@@ -16,6 +16,7 @@ from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout, entries_of_stages, stage_layers
 from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
+from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.laboratory.planner.layout_rules import why_not
 from parallel101.laboratory.planner.search import NoLayoutError, layout_text, most_of
 from parallel101.laboratory.planner.trainer_call import as_text, call_text
@@ -23,10 +24,7 @@ from parallel101.laboratory.planner.training_plan import samples
 
 GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
 SMALL = ModelShape(width=64, layers=2, heads=4, vocabulary=100, time=32)
-LLAMA = dataclasses.replace(
-    SMALL, layers=6, kv_heads=2, vocabulary=101, feed_forward=96, gated=True, norm="rms",
-    biases=False, positions="rotary", tied=False,
-)  # fmt: skip
+LLAMA = ModelShape(64, 6, 4, 101, 32, 2, 96, **AS_LLAMA)
 
 
 def planned(shape=GPT, **options):
@@ -235,8 +233,9 @@ def test_what_cannot_be_is_an_error_in_words(words):
     assert words.lower() in str(error.value).lower()
 
 
-def test_a_model_that_fits_nowhere_says_what_is_missing_and_how_many_gpus_would_do():
-    options = {"memory": 100e6, "nodes_of": 2}
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
+def test_a_model_that_fits_nowhere_says_what_is_missing_and_how_many_gpus_would_do(precision):
+    options = {"memory": 100e6, "nodes_of": 2, "precision": precision}
     with pytest.raises(NoLayoutError, match="MB more than there is") as error:
         planned(gpus=1, **options)
     least = error.value.smallest_gpus

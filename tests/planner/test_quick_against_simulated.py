@@ -4,17 +4,12 @@ import pytest
 
 from parallel101.cost import Cluster, ModelShape, ParallelLayout, step_time
 from parallel101.cost.software import OWN_RING
+from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.laboratory.planner.simulated_step import simulate_step
 
 GPT = ModelShape(4096, 4, 32, 51200, 2048, tied=False)
-LLAMA = ModelShape(
-    8192, 8, 64, 128256, 8192, kv_heads=8, feed_forward=28672, gated=True, norm="rms",
-    biases=False, positions="rotary", tied=False,
-)  # fmt: skip
-SMALL = ModelShape(
-    4096, 4, 32, 32000, 4096, kv_heads=8, feed_forward=14336, gated=True, norm="rms",
-    biases=False, positions="rotary", tied=False,
-)  # fmt: skip
+LLAMA = ModelShape(8192, 8, 64, 128256, 8192, 8, 28672, **AS_LLAMA)
+SMALL = ModelShape(4096, 4, 32, 32000, 4096, 8, 14336, **AS_LLAMA)
 MIXTURE = ModelShape(4096, 2, 32, 32000, 2048, experts=8, tied=False)
 CASES = {
     "one GPU": (GPT, ParallelLayout(microbatch=2, microbatches=2)),
