@@ -84,8 +84,10 @@ def test_without_only_everything_is_written(lessons):
     assert [path.name for path in records] == ["broadcast.flat.js"]
     atlas = lessons.parent / "site" / "atlas_of_collectives.html"
     atlas.write_text("kept")
+    homework = lessons.parent / "site" / "hw1_topic.html"
+    written = homework.stat().st_mtime_ns
     built(lessons, "00")  # one lesson of it again
-    assert atlas.read_text() == "kept"
+    assert atlas.read_text() == "kept" and homework.stat().st_mtime_ns == written
 
 
 def test_a_course_with_an_opening_has_a_reference_and_a_search(lessons, monkeypatch):

@@ -254,17 +254,22 @@ def _write_pages(
     for path, (body, seconds, made_from) in ran.items():
         html = lesson_page(lessons[path], body, seconds, [*lessons.values()], course.repository)
         pages[out / f"{path.stem}.html"] = marked(html, made_from)
-    for page, html in pages.items():
-        _write(page, html)
+    for path, html in pages.items():
+        _write(path, html)
     shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
     glossary = _write_glossary(course, out, [*shown.values()])
     covers = {name: cover_of(page) for name, page in shown.items()}
     opening = course.opening if course.syllabus is None else Opening()
-    around: list[CoursePage | ListedPage] = [
-        *_write_course_pages(course, [*lessons.values()], glossary, out)
-    ]
-    if course.whole and (out / REFERENCE.address).exists():
-        around.insert(0, REFERENCE)
+    around: list[CoursePage | ListedPage] = []
+    tools: list[ToolPage] = []
+    if course.whole:  # with the pages around the lessons, and what has been made of the others
+        known = [page_name(lesson) for lesson in (*lessons.values(), *course.homework.values())]
+        root = course.lessons[0].parent.parent
+        made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
+        for page in made:
+            _write(out / page.address, course_page(page.title, page.body))
+        around = [REFERENCE] * (out / REFERENCE.address).exists() + made
+        tools = [tool for tool in TOOL_PAGES if (out / tool.address).exists()]
     index = index_page(
         [*lessons.values()],
         covers,
@@ -273,7 +278,7 @@ def _write_pages(
         opening,
         covers.get(opening.picture),
         course.syllabus,
-        _listed_tools(course, out),
+        tools,
         around,
         course.repository,
         (out / SEARCH).exists() and course.whole,
@@ -296,13 +301,6 @@ def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
     if terms:
         _write(out / PAGE, course_page("Glossary", "", terms=terms))
     return bool(terms)
-
-
-def _listed_tools(course: Course, out: Path) -> Sequence[ToolPage]:
-    """Return the tools that are there, if the course is whole."""
-    if not course.whole:
-        return ()
-    return [tool for tool in TOOL_PAGES if (out / tool.address).exists()]
 
 
 def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
@@ -329,27 +327,17 @@ def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
         report(f"✓ {tool.title} took {time.perf_counter() - began:.1f} s")
 
 
-def _write_course_pages(
-    course: Course, lessons: Sequence[Lesson], glossary: bool, out: Path
-) -> Sequence[CoursePage]:
-    """Write the pages around the lessons, if the course is whole, and return them."""
-    if not course.whole:
-        return ()
-    known = [page_name(lesson) for lesson in (*lessons, *course.homework.values())]
-    root = course.lessons[0].parent.parent
-    made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
-    for page in made:
-        _write(out / page.address, course_page(page.title, page.body))
-    return made
-
-
 def _write_homework(course: Course, folder: Path, out: Path) -> None:
-    """Write a page for each homework of the course."""
+    """Write a page for each homework of the course, unless it is made from the same files."""
     found = homework_notebooks(folder)
     for number, homework in course.homework.items():
         path = found[number]
-        page = course_page(homework.title, homework_body(path), homework=True)
-        _write(out / f"{homework.name}.html", page)
+        page = out / f"{homework.name}.html"
+        beside = (file for file in path.parent.iterdir() if file.is_file())
+        made_from = digest(beside, digest_of_package())
+        if not is_unchanged(page, made_from):
+            html = course_page(homework.title, homework_body(path), homework=True)
+            _write(page, marked(html, made_from))
 
 
 def _write_reference(out: Path) -> list[SearchEntry]:
