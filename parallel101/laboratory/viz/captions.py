@@ -32,6 +32,7 @@ from parallel101.laboratory.record.units import (
 from parallel101.laboratory.viz.rows import unfinished_text
 from parallel101.laboratory.viz.scene import Node, in_two_lines
 
+UNWRITTEN = "memory that was never written"
 NO_DATA = (
     "The messages carry no data of x, only zeros.",
     "Each says that its sender has come so far.",
@@ -229,32 +230,25 @@ class Captions:
         Either a rank sends memory that was never written, or a rank now has data in a sum more than
         once, and no rank had it before.
         """
-        if any(self.replay.unwritten[i] for i in self.replay.in_step(step)):
-            return self._unwritten(step)
-        for (rank, chunk), states in sorted(self.replay.cells.items()):
+        replay = self.replay
+        unwritten = {replay.messages[i].src for i in replay.in_step(step) if replay.unwritten[i]}
+        if unwritten:
+            send = "sends" if len(unwritten) == 1 else "send"
+            return sentence(f"{ranks_text(sorted(unwritten))} {send} {UNWRITTEN}")
+        for (rank, chunk), states in sorted(replay.cells.items()):
+            every = (state for r in replay.ranks for state in replay.cells[r, chunk])
+            earlier = [counts for moment, counts in every if START < moment < step]
             origins = [
                 origin
                 for (_, before), (moment, after) in zip(states, states[1:], strict=False)
                 for origin, count in enumerate(after)
-                if step <= moment < step + 1 and count > max(1, before[origin])
-                if count > self._most_before(chunk, origin, step)
+                if step <= moment < step + 1
+                if count > max(1, before[origin], *(counts[origin] for counts in earlier))
             ]
             if origins:
-                what = f"{chunk_name(self.replay, chunk)} now contains {data_of(origins)}"
+                what = f"{chunk_name(replay, chunk)} now contains {data_of(origins)}"
                 return f"On rank {rank}, {what} more than once."
         return ""
-
-    def _unwritten(self, step: int) -> str:
-        replay = self.replay
-        ranks = {replay.messages[i].src for i in replay.in_step(step) if replay.unwritten[i]}
-        send = "sends" if len(ranks) == 1 else "send"
-        return sentence(f"{ranks_text(sorted(ranks))} {send} memory that was never written")
-
-    def _most_before(self, chunk: int, origin: int, step: int) -> int:
-        states = [state for rank in self.replay.ranks for state in self.replay.cells[rank, chunk]]
-        return max(
-            (counts[origin] for moment, counts in states if START < moment < step), default=0
-        )
 
     def _phase(self, step: int) -> str:
         """Return the label in the ring of steps.
@@ -398,11 +392,10 @@ def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[s
     """Return the contents of the messages, in words, and whether that is a plural."""
     landings = [landing for i in indices for landing in replay.landings[i]]
     if not landings and any(replay.unwritten[i] for i in indices):
-        return "memory that was never written", False
-    if not landings and route.many_senders:
-        return "messages without data", True
+        return UNWRITTEN, False
     if not landings:
-        return "a message without data", False
+        many = route.many_senders
+        return ("messages" if many else "a message") + " without data", many
     whole = len(replay.chunks) == 1
     if len(indices) == 1 and not whole:
         names = [replay.chunks[landing.chunk].label for landing in landings]
@@ -434,24 +427,18 @@ def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[s
     return (f"{kind}chunks" if plural else f"a {kind}chunk"), plural
 
 
-def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]]:
-    """Return the font size, at most 14, at which a sentence fits into `room` pixels, and its lines.
-
-    There is one line, or two if one would be too small.
-    """
-    width = (8.7 if bold else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
-    size = min(14.0, 14 * room / max(width, 1))
-    if size >= 10.5:
-        return size, [text]
-    return min(12.5, 2 * size * 0.95), in_two_lines(text)
-
-
 def draw_caption(
     panel: Node, text: str, span: tuple[float, float], room: float = 904.0, wrong: bool = False
 ) -> Node:
-    """Write a sentence under the title, in one line or two, during a span of seconds."""
-    group = panel.add("g").show(span)
-    size, lines = fitted(text, room, wrong)
+    """Write a sentence under the title during a span of seconds.
+
+    It fits into `room` pixels, in two lines if one would be too small.
+    """
+    group, lines = panel.add("g").show(span), [text]
+    width = (8.7 if wrong else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
+    size = min(14.0, 14 * room / max(width, 1))
+    if size < 10.5:
+        size, lines = min(12.5, 2 * size * 0.95), in_two_lines(text)
     for k, line in enumerate(lines):
         y = 64 if len(lines) == 1 else 59 + 16 * k
         group.write(line, 28, y, size, "w b" if wrong else "m")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from parallel101.extras import needs_extra
 from parallel101.laboratory.viz.chromium import Browser, find_chromium
 from parallel101.laboratory.viz.palette import LIGHT
+from parallel101.laboratory.viz.scene import Scene, data_uri
 
 RATE = 12.5  # a GIF's images per second
 # A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a
@@ -30,21 +31,28 @@ async function draw(source, width, height) {
 """
 
 
-def png(image: str, width: float, height: float) -> bytes:
-    """Return the image at this URL as a PNG of `width` × `height` pixels."""
-    (drawn,) = _drawn([image], width, height)
+def png(scene: Scene) -> bytes:
+    """Return the last moment of a scene as a PNG, twice as large, in light colours."""
+    (drawn,) = _drawn([scene.svg(theme="light")], 2 * scene.width, 2 * scene.height)
     return drawn
 
 
-def gif(images: Iterable[str], width: float, height: float) -> bytes:
-    """Return the images at these URLs, `RATE` of them per second, as a GIF that plays in a loop.
+def gif(scene: Scene) -> bytes:
+    """Return a scene as a GIF that plays in a loop, `RATE` images per second, in light colours.
 
-    It pauses for two seconds at its end. Its background is that of the light theme.
+    It pauses for two seconds at its end.
+
+    Raises:
+        ValueError: the scene does not move.
     """
+    if not scene.duration:
+        raise ValueError(f"{scene!r} does not move: save it as .png")
     with needs_extra("A GIF"):
         from PIL import Image
 
-    drawn = [Image.open(io.BytesIO(png)).convert("RGBA") for png in _drawn(images, width, height)]
+    times = [k / RATE for k in range(int(scene.duration * RATE))] + [scene.duration]
+    images = _drawn((scene.svg(t, theme="light") for t in times), scene.width, scene.height)
+    drawn = [Image.open(io.BytesIO(image)).convert("RGBA") for image in images]
     # the round corners are transparent, and a GIF would show them black
     card = Image.new("RGBA", drawn[0].size, LIGHT["bg"])
     frames = [Image.alpha_composite(card, image).convert("RGB") for image in drawn]
@@ -60,7 +68,7 @@ def gif(images: Iterable[str], width: float, height: float) -> bytes:
 
 
 def _drawn(images: Iterable[str], width: float, height: float) -> Iterator[bytes]:
-    """Yield a PNG of each image. Raises RuntimeError if there is no Chromium."""
+    """Yield a PNG of each SVG. Raises RuntimeError if there is no Chromium."""
     chromium = find_chromium()
     if chromium is None:
         raise RuntimeError(
@@ -70,5 +78,6 @@ def _drawn(images: Iterable[str], width: float, height: float) -> Iterator[bytes
     with Browser(chromium) as browser:
         browser.js(DRAW)
         for image in images:
-            drawn = browser.js(f"draw({json.dumps(image)}, {width}, {height})")
+            source = json.dumps(data_uri(image))
+            drawn = browser.js(f"draw({source}, {width}, {height})")
             yield base64.b64decode(drawn.partition(",")[2])

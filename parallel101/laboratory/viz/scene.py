@@ -354,28 +354,18 @@ class Scene(Node):
         .gif the animation, both in light colours for slides. Returns the path.
         """
         path = Path(path)
-        if path.suffix == ".html":
-            path.write_text(self.page(), encoding="utf-8")
-        elif path.suffix == ".svg":
-            path.write_text(self.svg(smil=True, still=True), encoding="utf-8")
-        elif path.suffix == ".png":
-            from parallel101.laboratory.viz.raster import png
+        from parallel101.laboratory.viz.raster import gif, png
 
-            still = data_uri(self.svg(theme="light"))
-            path.write_bytes(png(still, 2 * self.width, 2 * self.height))
-        elif path.suffix == ".gif":
-            from parallel101.laboratory.viz.raster import RATE, gif
-
-            if not self.duration:
-                raise ValueError(f"{self!r} does not move: save it as .png")
-            times = [k / RATE for k in range(int(self.duration * RATE))] + [self.duration]
-            images = (data_uri(self.svg(t, theme="light")) for t in times)
-            path.write_bytes(gif(images, self.width, self.height))
-        else:
-            raise ValueError(
-                f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png or "
-                ".gif"
-            )
+        writers = {
+            ".html": lambda: self.page().encode(),
+            ".svg": lambda: self.svg(smil=True, still=True).encode(),
+            ".png": lambda: png(self),
+            ".gif": lambda: gif(self),
+        }
+        if path.suffix not in writers:
+            ends = ", ".join(writers).replace(", .gif", " or .gif")
+            raise ValueError(f"can't save a scene as {path}: expected a name that ends in {ends}")
+        path.write_bytes(writers[path.suffix]())
         return path
 
 
