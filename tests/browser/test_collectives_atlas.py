@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,6 @@ def choose(browser: Browser, menu: str, value: str) -> None:
     browser.js(f"(m => (m.value = '{value}', m.dispatchEvent(new Event('change'))))(at('{menu}'))")
 
 
-def facts(browser: Browser, algorithm: str) -> list[str]:
-    place = f"document.querySelector('.shown [data-algorithm={algorithm}]')"
-    return browser.js(f"[...{place}.querySelectorAll('dd')].map(d => d.textContent)")
-
-
 def recorded_anew(choice: Choice) -> list[str]:
     """The facts of runs of the public function, whose array isn't scaled."""
     operation, algorithm, ranks, network = choice
@@ -59,47 +55,39 @@ def recorded_anew(choice: Choice) -> list[str]:
         function(x, algorithm=algorithm, group=group)
 
     def run(latency: float, bandwidth: float) -> p101.Trace:
-        speed = {"latency": latency, "bandwidth": bandwidth}
-        links = {
-            "switch": lambda: p101.Network(**speed),
-            "ring": lambda: p101.Network.ring(**speed),
-            "torus": lambda: p101.Network.torus((2, 4), **speed),
-        }[network]()
-        return p101.launch(
-            program, world_size=ranks, backend="sim", network=links, trace=True
-        ).trace
+        links = {"switch": p101.Network, "ring": p101.Network.ring}
+        links["torus"] = partial(p101.Network.torus, (2, 4))
+        on = links[network](latency=latency, bandwidth=bandwidth)
+        options = {"backend": "sim", "network": on, "trace": True}
+        return p101.launch(program, world_size=ranks, **options).trace
 
     times = LARGE // SMALL
     small, large = run(5e-6, 50e9), run(5e-6, 50e9 / times)
     steps = run(1.0, float("inf")).makespan
     sent = [times * nbytes for nbytes in small.bytes_sent]
-    return [
-        f"{steps:g}",
-        human_seconds(large.makespan),
-        human_seconds(small.makespan),
-        human_bytes(max(sent)),
-        human_bytes(sum(sent)),
-    ]
+    seconds = (human_seconds(trace.makespan) for trace in (large, small))
+    return [f"{steps:g}", *seconds, human_bytes(max(sent)), human_bytes(sum(sent))]
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        Choice("all_reduce", "ring", 5, "switch"),
-        Choice("all_reduce", "torus", 8, "torus"),
-        Choice("all_gather", "bruck", 8, "ring"),
-    ],
-    ids=str,
+CHOICES = (
+    Choice("all_reduce", "ring", 5, "switch"),
+    Choice("all_reduce", "torus", 8, "torus"),
+    Choice("all_gather", "bruck", 8, "ring"),
 )
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_facts_and_picture_are_those_of_a_run_recorded_anew(browser, atlas, choice):
     with_choice(browser, atlas, choice)
-    assert facts(browser, choice.algorithm) == recorded_anew(choice)
-    name = f"{choice.operation}.{choice.algorithm}"
+    place = f"document.querySelector('.shown [data-algorithm={choice.algorithm}]')"
+    facts = f"[...{place}.querySelectorAll('dd')].map(d => d.textContent)"
+    browser.do((facts, recorded_anew(choice)))
     svg = "runs[key()].svg.map(number => elements[number]).join('')"
+    name = f"{choice.operation}.{choice.algorithm}"
     drawn = browser.js(f"load('{name}').then(({{elements, runs}}) => {svg})")
     scene = record(choice)[1]
     assert drawn == scene.svg(smil=True)
-    assert browser.js(COUNTS) == [f"0 / {len(scene.stops)}"]
+    browser.do((COUNTS, [f"0 / {len(scene.stops)}"]))
 
 
 def test_bytes_and_seconds_are_written_as_in_python(browser, atlas):
@@ -150,16 +138,13 @@ def test_what_a_choice_rules_out_is_said(browser, atlas):
     is_shown(browser, "recursive_doubling", "ring")
     choose(browser, "ranks", "64")
     is_shown(browser, "recursive_doubling")
-
-
-def test_keys_choose_and_play(browser, atlas):
-    with_choice(browser, atlas, Choice("all_reduce", "ring", 4, "switch"))
+    # keys choose and play
+    with_choice(browser, atlas, RING)
     browser.js("at('algorithm').focus()")
     browser.key("r", text="r")  # from "ring" to the next one with this letter
     is_shown(browser, "recursive_doubling")
     browser.js("players()[0].querySelector('.stage').focus()")
-    browser.key("End")
-    assert browser.js(COUNTS) == ["2 / 2"]
+    browser.do("End", (COUNTS, ["2 / 2"]))
 
 
 def test_a_missing_file_is_named(browser, atlas):

@@ -53,32 +53,19 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
     first, second, third = body.select("details.answer")
     for folded in (first, second, third):
         assert not folded.has_attr("open") and folded.summary.get_text() == "Show what happened"
-    assert all(
-        text in first.get_text()
-        for text in ("the answer", "So it is", "What to keep", "more()", "a second look")
-    )
+    inside = ("the answer", "So it is", "What to keep", "more()", "a second look")
+    assert all(text in first.get_text() for text in inside)
     assert first.select_one("blockquote.takeaway").get_text().strip() == "Takeaway. What to keep."
     assert "its answer" in third.get_text() and "What you see" not in third.get_text()
     assert "another answer" in second.get_text() and "Write it" not in second.get_text()
     for folded in body.select("details.answer"):
         folded.extract()
     rest = body.get_text()
-    assert all(
-        text in rest
-        for text in (
-            "shown before",
-            "What is it?",
-            "the_run()",
-            "again()",
-            "not an answer",
-            "at last",
-        )
-    )
+    outside = ("shown before", "What is it?", "the_run()", "again()", "not an answer", "at last")
+    assert all(text in rest for text in outside)
     assert "answer\n" not in rest.replace("not an answer\n", "")
-    assert [section.find(["h1", "h2"]).get_text() for section in body.find_all("section")] == [
-        "Title",
-        "Next",
-    ]
+    headings = [section.find(["h1", "h2"]).get_text() for section in body.find_all("section")]
+    assert headings == ["Title", "Next"]
 
 
 def test_a_table_of_contents_leads_to_the_headings():
@@ -133,12 +120,8 @@ def test_first_uses_of_terms_lead_to_the_glossary(tmp_path):
 
 def test_the_lessons_use_every_term_of_the_glossary():
     text = " ".join(path.read_text(encoding="utf-8") for path in LESSONS.glob("*.ipynb")).lower()
-    unused = [
-        term.name
-        for term in read_terms(LESSONS)
-        if not any(form.lower() in text for form in term.forms)
-    ]
-    assert unused == []
+    terms = read_terms(LESSONS)
+    assert [t.name for t in terms if not any(form.lower() in text for form in t.forms)] == []
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +133,10 @@ def course(tmp_path_factory):
     (base / "lessons").mkdir()
     (base / "homework" / "hw1_moving").mkdir(parents=True)
     exercise = "> **Homework 1, exercise 1.** Write it."
-    for name, cells in {
-        "00_a": ["# A", exercise],
-        "01_b": ["# B"],
-        "09_teachers_own": ["# C", "## Two"],
-    }.items():
-        write(
-            v4.new_notebook(cells=[v4.new_markdown_cell(cell) for cell in cells]),
-            base / "lessons" / f"{name}.ipynb",
-        )
+    lessons = {"00_a": ["# A", exercise], "01_b": ["# B"], "09_teachers_own": ["# C", "## Two"]}
+    for name, texts in lessons.items():
+        made = v4.new_notebook(cells=[v4.new_markdown_cell(text) for text in texts])
+        write(made, base / "lessons" / f"{name}.ipynb")
     task = v4.new_notebook(cells=[v4.new_markdown_cell("# Homework 1: moving"), code("check(f)")])
     write(task, base / "homework" / "hw1_moving" / "hw1.ipynb")
     (base / "lessons" / "glossary.md").write_text("## ring\nA ring.\n")
@@ -187,9 +165,8 @@ def test_a_homeworks_page_shows_the_specification_of_each_exercise(path):
         name = re.search(r"help\(\w+\.(\w+)\)", cell.get_text())[1]
         shown = cell.select_one(".output_text pre").get_text()
         assert shown.startswith(f"{name}(")
-        assert [line.strip() for line in stubs[name].splitlines()] == [
-            line.strip() for line in shown.splitlines()[1:]
-        ]
+        lines = [line.strip() for line in shown.splitlines()[1:]]
+        assert [line.strip() for line in stubs[name].splitlines()] == lines
 
 
 def read(path: Path) -> BeautifulSoup:
@@ -215,24 +192,17 @@ def test_the_index_shows_a_picture_of_each_lesson():
     from parallel101.laboratory.publish.index import index_page
     from parallel101.laboratory.publish.page import cover_of
 
-    figures = [
-        (
-            '<figure class="p101"><picture><img '
-            f'src="data:image/svg+xml;base64,{k}"></picture></figure>'
-        )
-        for k in ("YQ==", "Yg==", "Yw==")
-    ]
-    cells = [
-        v4.new_code_cell("x", outputs=[v4.new_output("display_data", {"text/html": figure})])
-        for figure in figures
-    ]
+    cells = []
+    for k in ("YQ==", "Yg==", "Yw=="):
+        image = f'<picture><img src="data:image/svg+xml;base64,{k}"></picture>'
+        shown = {"text/html": f'<figure class="p101">{image}</figure>'}
+        cells.append(v4.new_code_cell("x", outputs=[v4.new_output("display_data", shown)]))
     assert cover_of(str(page(*cells))).still == "data:image/svg+xml;base64,YQ=="
     cells[1].metadata["tags"] = ["cover"]
     cover = cover_of(str(page(*cells)))
     assert cover.still == "data:image/svg+xml;base64,Yg=="
-    assert cover == cover_of(str(page("> **Predict.** What?", *cells))), (
-        "also if it is in a folded answer"
-    )
+    folded = page("> **Predict.** What?", *cells)
+    assert cover == cover_of(str(folded)), "also if it is in a folded answer"
     assert cover_of(str(page("# No picture"))) is None
     assert cover.still in index_page([Lesson("00_a", "A", "About a.")], {"00_a": cover})
     assert 'href="exercise%20%232.html"' in index_page([Lesson("exercise #2", "Two", "")])

@@ -104,49 +104,36 @@ def test_pages_load_nothing_and_forbid_the_browser_to(site):
         assert "<script src" not in html
 
 
-def test_formulas_images_and_links_are_in_the_page(site):
+def test_formulas_images_links_and_expected_errors_are_in_the_page(site):
     out, _, _, _ = site
-    first = soup(out / "00_first.html")
-    assert first.find("math") is not None
+    first, second = soup(out / "00_first.html"), soup(out / "01_second.html")
+    assert first.find("math") is not None and second.find("math", display="block") is not None
     assert first.find("img", alt="a pixel")["src"].startswith("data:image/png;base64,")
     assert first.find("a", href="https://example.org") is not None
     assert "make lab" in first.find(class_="needs-kernel").get_text()
-    assert soup(out / "01_second.html").find("math", display="block") is not None
+    assert "ZeroDivisionError" in second.get_text()
 
 
-def test_a_link_to_another_lesson_leads_to_its_page(tmp_path):
+WIDGET = {
+    "application/vnd.jupyter.widget-view+json": {"model_id": "1"},
+    "text/plain": "Explorer()",
+    "text/html": "<b>picture</b>",
+}
+
+
+def test_what_becomes_of_links_of_explorers_and_of_folded_answers(tmp_path):
     text = "[one](05_sharding.ipynb), [two](07_pipeline.ipynb#Tied), [code](../step.py)"
-    cell = v4.new_markdown_cell(f"{text}, [web](https://example.org/x.ipynb)")
-    body = body_of(cell, tmp_path)
-    assert [link["href"] for link in body.find_all("a")] == [
-        "05_sharding.html",
-        "07_pipeline.html#Tied",
-        "../step.py",
-        "https://example.org/x.ipynb",
-    ]
-
-
-def test_an_explorer_becomes_its_last_picture_and_a_note_that_it_needs_a_kernel(tmp_path):
-    shown = {
-        "application/vnd.jupyter.widget-view+json": {"model_id": "1"},
-        "text/plain": "Explorer()",
-        "text/html": "<b>picture</b>",
-    }
-    cell = v4.new_code_cell(
-        "explorer", outputs=[v4.new_output("execute_result", shown, execution_count=1)]
-    )
-    body = body_of(cell, tmp_path)
-    assert body.find("b").get_text() == "picture"
+    body = body_of(v4.new_markdown_cell(f"{text}, [web](https://a.org/x.ipynb)"), tmp_path)
+    links = ["05_sharding.html", "07_pipeline.html#Tied", "../step.py", "https://a.org/x.ipynb"]
+    assert [link["href"] for link in body.find_all("a")] == links
+    output = v4.new_output("execute_result", WIDGET, execution_count=1)
+    body = body_of(v4.new_code_cell("explorer", outputs=[output]), tmp_path)
+    assert body.find("b").get_text() == "picture"  # the last one
     assert "make lab" in body.find(class_="needs-kernel").get_text()
-
-
-def test_a_folded_answer_of_several_blocks_stays_folded(tmp_path):
-    answer = (
-        "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nAfter."
-    )
+    answer = "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nA."
     body = body_of(v4.new_markdown_cell(answer), tmp_path)
     assert body.details.find("em").get_text() == "Really." and body.details.find("math") is not None
-    assert "After" not in body.details.get_text()
+    assert "A." not in body.details.get_text()
 
 
 def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site):
@@ -190,12 +177,10 @@ def test_a_failure_names_lesson_cell_and_error_and_deletes_the_old_page(site):
     assert not (out / "02_broken.html").exists()
 
 
-def test_an_expected_error_is_part_of_the_lesson(site):
-    out, _, _, _ = site
-    assert "ZeroDivisionError" in (out / "01_second.html").read_text()
-
-
 def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_path):
+    (tmp_path / "torn.ipynb").write_text('{"cells": [')
+    with pytest.raises(LessonFailed, match="cannot be read as a notebook"):
+        run_notebook(tmp_path / "torn.ipynb")
     with pytest.raises(LessonFailed, match=r"code cell 2 of 2(.|\n)*did not finish within 1 s"):
         run_notebook(
             notebook(tmp_path, "slow", "1", "import threading; threading.Event().wait()"), timeout=1
@@ -246,71 +231,51 @@ def test_on_a_full_disk_the_page_is_named_and_its_old_content_is_kept(
     ]
 
 
-def test_a_file_that_is_not_a_notebook_is_refused(tmp_path):
-    (tmp_path / "torn.ipynb").write_text('{"cells": [')
-    with pytest.raises(LessonFailed, match="cannot be read as a notebook"):
-        run_notebook(tmp_path / "torn.ipynb")
+OFFLINE = {
+    "would load https://example.org/x.png, but pages": "![x](https://example.org/x.png)",
+    "would load missing.png": "![x](missing.png)",
+    r"uses \\undefinedcommand": "$\\undefinedcommand x$",
+}
 
 
-@pytest.mark.parametrize(
-    ("cell", "message"),
-    [
-        (
-            "![x](https://example.org/x.png)",
-            "would load https://example.org/x.png, but pages must work offline",
-        ),
-        ("![x](missing.png)", "would load missing.png"),
-        ("$\\undefinedcommand x$", r"uses \\undefinedcommand"),
-    ],
-)
-def test_what_cannot_be_shown_offline_is_refused(tmp_path, cell, message):
+@pytest.mark.parametrize("message", OFFLINE)
+def test_what_cannot_be_shown_offline_is_refused(tmp_path, message):
     with pytest.raises(ValueError, match=message):
-        lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(cell)]), tmp_path)
+        body_of(v4.new_markdown_cell(OFFLINE[message]), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("html", "addresses"),
-    [
-        ('<script src="https://cdn.example/x.js"></script>', ["https://cdn.example/x.js"]),
-        ('<link rel="stylesheet" href="//cdn.example/x.css">', ["//cdn.example/x.css"]),
-        ("<style>@import 'a.css'; b { background: url(c.png) }</style>", ["a.css", "c.png"]),
-        ('<p style="background: url(&quot;d.png&quot;)">', ["d.png"]),
-        ('<svg><image href="e.png"/><use xlink:href="#here"/></svg>', ["e.png"]),
-        (
-            '<img src="data:image/gif;base64,R0"><a href="https://example.org">a link is not '
-            "loaded</a>",
-            [],
-        ),
-    ],
-    ids=["script", "stylesheet", "style element", "style attribute", "svg", "nothing"],
-)
-def test_external_addresses_are_those_that_a_browser_would_load(html, addresses):
-    assert list(external_addresses(html)) == addresses
+LOADED = {
+    '<script src="https://cdn.example/x.js"></script>': ["https://cdn.example/x.js"],
+    '<link rel="stylesheet" href="//cdn.example/x.css">': ["//cdn.example/x.css"],
+    "<style>@import 'a.css'; b { background: url(c.png) }</style>": ["a.css", "c.png"],
+    '<p style="background: url(&quot;d.png&quot;)">': ["d.png"],
+    '<svg><image href="e.png"/><use xlink:href="#here"/></svg>': ["e.png"],
+    '<img src="data:image/gif;base64,R0"><a href="https://example.org">not loaded</a>': [],
+}
 
 
-def test_a_lesson_without_prose_has_its_file_name_as_title():
-    assert Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")])) == Lesson(
-        "03_bare", "03_bare", ""
-    )
+@pytest.mark.parametrize("html", LOADED)
+def test_external_addresses_are_those_that_a_browser_would_load(html):
+    assert list(external_addresses(html)) == LOADED[html]
 
 
 def test_lessons_are_chosen_by_name_or_number(tmp_path):
+    bare = Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")]))
+    assert bare == Lesson("03_bare", "03_bare", ""), "without prose, its name is its title"
     for name in ("00_ranks", "01_collectives", "010_more"):
         notebook(tmp_path, name, "1")
-    assert [p.stem for p in select_lessons(tmp_path)] == ["00_ranks", "010_more", "01_collectives"]
-    assert [p.stem for p in select_lessons(tmp_path, ["01_collectives.ipynb", "00"])] == [
-        "00_ranks",
-        "01_collectives",
-    ]
-    with pytest.raises(
-        ValueError,
-        match=r"'07' is not a lesson; the lessons are: 00_ranks, 010_more, 01_collectives",
+    for names, chosen in (
+        ([], ["00_ranks", "010_more", "01_collectives"]),
+        (["01_collectives.ipynb", "00"], ["00_ranks", "01_collectives"]),
     ):
-        select_lessons(tmp_path, ["07"])
-    with pytest.raises(ValueError, match="'01' matches more than one lesson"):
-        select_lessons(tmp_path, ["01"])
-    with pytest.raises(ValueError, match="no notebook"):
-        select_lessons(tmp_path / "empty")
+        assert [path.stem for path in select_lessons(tmp_path, names)] == chosen
+    for folder, names, message in (
+        ("", ["07"], "'07' is not a lesson; the lessons are: 00_ranks, 010_more, 01_collectives"),
+        ("", ["01"], "'01' matches more than one lesson"),
+        ("empty", [], "no notebook"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select_lessons(tmp_path / folder, names)
 
 
 def test_the_lessons_folder_is_found_from_a_folder_inside_it_and_a_missing_one_is_named(
@@ -341,21 +306,11 @@ def test_with_a_wheel_the_notebooks_are_copied_before_they_are_edited(tmp_path, 
 
 @pytest.mark.browser
 def test_a_page_never_scrolls_sideways(chromium, tmp_path):
-    table = "| a | b | c |\n|---|---|---|\n" + (
-        "| scatter + all-gather | $2\\frac{p-1}{p}n + \\lceil\\log_2 p\\rceil$ | "
-        "`reduce_broadcast_two_level` |\n"
-    )
-    formula = (
-        (
-            "$$T_\\text{flat} = (p-1)(\\alpha + n\\beta) \\qquad T_\\text{tree} = \\lceil\\log_2 "
-            "p\\rceil(\\alpha + n\\beta) = "
-        )
-        + "x + " * 40
-        + "y$$"
-    )
-    code = v4.new_code_cell(
-        "x = " + " + ".join(["1"] * 60), outputs=[v4.new_output("stream", text="word" * 100)]
-    )
+    row = "| scatter + all-gather | $2\\frac{p-1}{p}n + x$ | `reduce_broadcast_two_level` |\n"
+    table = "| a | b | c |\n|---|---|---|\n" + row
+    formula = "$$T_\\text{flat} = (p-1)(\\alpha + n\\beta) \\qquad " + "x + " * 60 + "y$$"
+    output = v4.new_output("stream", text="word" * 100)
+    code = v4.new_code_cell("x = " + " + ".join(["1"] * 60), outputs=[output])
     cells = [v4.new_markdown_cell("# A\n\n" + table + "\n" + formula), code]
     made = v4.new_notebook(cells=cells)
     lesson = Lesson.of("a", made)

@@ -55,22 +55,23 @@ def titled(scene: Scene, word: str) -> list[ET.Element]:
     ]
 
 
-def text_boxes(
-    scene: Scene, t: float, narrow: bool = False
-) -> list[tuple[str, float, float, float, float]]:
+Box = tuple[str, float, float, float, float]
+
+
+def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False) -> list[Box]:
     """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a
     letter is 0.52 of the font size wide.
 
-    `narrow`: as the player lays them out on a phone.
+    `narrow`: as the player lays them out on a phone. `sends`: also the bars below a collective,
+    which are as high as their cursor.
     """
     found = []
 
     def walk(node: ET.Element, dx: float, dy: float, scale: float) -> None:
-        if (
-            (node.get("data-narrow") == "none")
-            if narrow
-            else (node.get("data-only-narrow") is not None)
-        ):
+        left_out = (
+            node.get("data-narrow") == "none" if narrow else "data-only-narrow" in node.attrib
+        )
+        if left_out:
             return
         if narrow and node.get("data-narrow"):
             node.set("transform", node.get("data-narrow"))
@@ -78,22 +79,22 @@ def text_boxes(
         scaled = re.search(r"scale\(([\d.]+)", node.get("transform", ""))
         if moved:
             dx, dy = dx + scale * float(moved[1]), dy + scale * float(moved[2])
-        scale *= float(scaled[1]) if scaled else 1.0
+        across = scale * (float(scaled[1]) if scaled else 1.0)
+        scale = scale if ",1)" in node.get("transform", "") else across
         if node.tag == f"{SVG}text" and "rotate" not in node.get("transform", ""):
             text, classes = "".join(node.itertext()), node.get("class", "").split()
             size = float(
                 node.get("font-size", 19 if "h" in classes else 10 if "flagged" in classes else 14)
             )
             width = max(0.52 * len(text), 0.65) * size * scale
-            left = (
-                dx
-                + scale * float(node.get("x", 0))
-                - (width / 2 if "c" in classes else width if "e" in classes else 0)
-            )
-            below = dy + scale * float(node.get("y", 0))
-            found.append(
-                (text, left, below - 0.72 * size * scale, left + width, below + 0.2 * size * scale)
-            )
+            shift = width / 2 if "c" in classes else width if "e" in classes else 0
+            left = dx + scale * float(node.get("x", 0)) - shift
+            y = dy + scale * float(node.get("y", 0))
+            high = size * scale
+            found.append((text, left, y - 0.72 * high, left + width, y + 0.2 * high))
+        if sends and node.get("class") == "now":
+            top, bottom = (dy + scale * float(y) for y in node.get("d")[4:].split("V"))
+            found.append(("the sends", dx + 28 * across, top, dx + 932 * across, bottom))
         for child in node:
             walk(child, dx, dy, scale)
 
@@ -101,9 +102,9 @@ def text_boxes(
     return found
 
 
-def assert_apart(scene: Scene, t: float, narrow: bool = False) -> None:
+def assert_apart(scene: Scene, t: float, narrow: bool = False, sends: bool = False) -> None:
     """No text leaves the card at second t or covers another one, and no box leaves it."""
-    boxes = text_boxes(scene, t, narrow)
+    boxes = text_boxes(scene, t, narrow, sends)
     assert len(boxes) > 2
     width, height = scene.narrow if narrow else (scene.width, scene.height)
     for rect in [] if narrow else ET.fromstring(scene.svg(t)).iter(f"{SVG}rect"):
@@ -111,12 +112,12 @@ def assert_apart(scene: Scene, t: float, narrow: bool = False) -> None:
         assert x + across <= width and y + down <= height, rect.attrib
     for text, left, top, right, bottom in boxes:
         assert left > 0 and top > 0 and right < width and bottom < height, text
-    for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(
-        boxes, 2
-    ):
-        assert (
-            min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1
-        ), (round(t, 2), a, b)
+    for (a, *one), (b, *other) in itertools.combinations(boxes, 2):
+        (left, top), (right, low) = (
+            map(max, zip(one[:2], other[:2])),
+            map(min, zip(one[2:], other[2:])),
+        )
+        assert right - left < 1 or low - top < 1, (round(t, 2), a, b)
 
 
 def texts(scene: Scene) -> list[str]:

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
@@ -23,7 +24,7 @@ from parallel101.laboratory.viz.node_links import node_scene
 from parallel101.trainers.layout import Entry, Shard
 from tests.viz import programs as p
 from tests.viz.drawn import assert_apart, span
-from tests.viz.programs import recorded
+from tests.viz.programs import exchange, me, recorded
 from tests.viz.test_memory_over_step import ONE_F_ONE_B, counted
 
 
@@ -39,11 +40,7 @@ CASES = {
     "halving and doubling": (partial(p101.all_reduce, algorithm="rabenseifner"), 8, 8),
     "Bruck, 16 ranks": (partial(p101.all_to_all, algorithm="bruck"), 16, 16),
     "bytes, 8 ranks": (p.doubling_all_reduce, 8, 0),
-    "torus of 4 × 4, several chunks a message": (
-        partial(on_a_mesh, 4, 4, "all_gather", "torus"),
-        16,
-        1,
-    ),
+    "torus of 4 × 4, several chunks": (partial(on_a_mesh, 4, 4, "all_gather", "torus"), 16, 1),
     "torus of 2 × 4, both ways": (partial(on_a_mesh, 2, 4, "all_to_all", "torus"), 8, 16),
     "torus of 4 × 2, both ways": (partial(on_a_mesh, 4, 2, "all_to_all", "torus"), 8, 16),
     "two levels": (partial(on_a_mesh, 4, 2, "all_reduce", "two_level"), 8, 8),
@@ -60,12 +57,29 @@ def test_no_two_texts_of_a_collective_overlap(name):
         assert_apart(scene, t)
 
 
+def ordinary_values(x):
+    """An exchange with both neighbours, of values that do not carry their origin."""
+    rank, n = me()
+    neighbours, value = [(rank + 1) % n, (rank - 1) % n], torch.tensor([1.5])
+    exchange([(r, value) for r in neighbours], [(r, value) for r in neighbours])
+
+
+PHONE = {"ring": p.ring_all_reduce, "tree": p.binomial_broadcast, "bytes": ordinary_values}
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["sim", "as on gloo"])
+@pytest.mark.parametrize("n", [4, 16])
+@pytest.mark.parametrize("name", PHONE)
+def test_on_a_phone_the_panels_of_a_collective_are_stacked(name, n, uneven):
+    scene = collective_scene(*recorded(PHONE[name], n, 1 if n > 8 else n, uneven=uneven))
+    for t in (0.0, scene.duration):
+        assert_apart(scene, t, narrow=True, sends=True)
+
+
 def test_an_all_reduce_along_one_axis_at_a_time_has_two_levels():
-    titles = {
-        name: collective_scene(*recorded(partial(on_a_mesh, 4, 2, "all_reduce", name), 8, 16)).title
-        for name in ("torus", "two_level")
-    }
-    assert titles == {"torus": "Torus all-reduce", "two_level": "Two-level all-reduce"}
+    for algorithm, name in (("torus", "Torus"), ("two_level", "Two-level")):
+        program = partial(on_a_mesh, 4, 2, "all_reduce", algorithm)
+        assert collective_scene(*recorded(program, 8, 16)).title == f"{name} all-reduce"
 
 
 def held(by_kind):

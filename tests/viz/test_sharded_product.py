@@ -24,15 +24,8 @@ def held(run):
     found = []
     for column in columns_of(run):
         parts = [parts_of(run, column, rank) for rank in range(len(run.held))]
-        found.append(
-            [
-                (
-                    "".join("?" if p.cell is None else chr(97 + p.cell) for p in of),
-                    of[0].counts if of else (),
-                )
-                for of in parts
-            ]
-        )
+        letters = ["".join("?" if p.cell is None else chr(97 + p.cell) for p in of) for of in parts]
+        found.append([(of, p[0].counts if p else ()) for of, p in zip(letters, parts)])
     return found
 
 
@@ -116,45 +109,23 @@ def test_mistakes_are_visible(mistake):
 
 def test_a_right_program_of_ones():
     """Values that don't tell the terms apart: what the plan says is taken if it fits."""
-    run = p101.sharding.run(
-        BOTH_CUT,
-        torch.ones(4, 4),
-        torch.ones(4, 4),
-        mesh={"X": 2},
-        program=lambda a, b: p101.all_reduce(a @ b),
-    )
+    given = BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4)
+    run = p101.sharding.run(*given, mesh={"X": 2}, program=lambda a, b: p101.all_reduce(a @ b))
     assert not run.wrong and held(run)[-1] == [("a", (1, 1))] * 2
-    assert held(p101.sharding.run(BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4), mesh={"X": 2}))[
-        2
-    ] == [("a", (1, 0)), ("a", (0, 1))]
+    plan = p101.sharding.run(*given, mesh={"X": 2})
+    assert held(plan)[2] == [("a", (1, 0)), ("a", (0, 1))]
 
 
 def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
-    forgotten = p101.sharding.run(
-        BOTH_CUT, A, B, mesh={"X": 2}, program=lambda a, b: a @ b
-    ).picture()
-    assert forgotten.narrow[0] == 480
-    assert "the sum over X is missing" in forgotten.intro
-    assert "Hatched: missing." in forgotten.intro
-    panels = [
-        panel
-        for panel in ET.fromstring(forgotten.svg()).iter(f"{SVG}g")
-        if panel.get("data-narrow", "none") != "none"
-    ]
-    moved = [
-        (panel, float(re.match(r"translate\((-?[\d.]+)", panel.get("data-narrow"))[1]))
-        for panel in panels
-    ]
-    assert all(
-        float(rect.get("x")) + dx >= 0
-        and float(rect.get("x")) + float(rect.get("width")) + dx <= 480
-        for p, dx in moved
-        for rect in p.iter(f"{SVG}rect")
-    )
-    assert texts(forgotten).count("terms") == 2
-    assert (
-        p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2})
-        .picture()
-        .narrow
-        is None
-    )
+    program = {"mesh": {"X": 2}, "program": lambda a, b: a @ b}
+    forgotten = p101.sharding.run(BOTH_CUT, A, B, **program).picture()
+    for said in ("the sum over X is missing", "Hatched: missing."):
+        assert said in forgotten.intro
+    assert forgotten.narrow[0] == 480 and texts(forgotten).count("terms") == 2
+    for panel in ET.fromstring(forgotten.svg()).iter(f"{SVG}g"):
+        if moved := re.match(r"translate\((-?[\d.]+)", panel.get("data-narrow", "none")):
+            for rect in panel.iter(f"{SVG}rect"):
+                left = float(rect.get("x")) + float(moved[1])
+                assert left >= 0 and left + float(rect.get("width")) <= 480
+    two_axes = ("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B)
+    assert p101.sharding.run(*two_axes, mesh={"X": 2, "Y": 2}).picture().narrow is None
