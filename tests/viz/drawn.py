@@ -63,7 +63,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
     letter is 0.52 of the font size wide.
 
     `narrow`: as the player lays them out on a phone. `sends`: also the bars below a collective,
-    which are as high as their cursor.
+    on a phone, which are as high as their cursor.
     """
     found = []
 
@@ -79,8 +79,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
         scaled = re.search(r"scale\(([\d.]+)", node.get("transform", ""))
         if moved:
             dx, dy = dx + scale * float(moved[1]), dy + scale * float(moved[2])
-        across = scale * (float(scaled[1]) if scaled else 1.0)
-        scale = scale if ",1)" in node.get("transform", "") else across
+        scale *= float(scaled[1]) if scaled else 1.0
         if node.tag == f"{SVG}text" and "rotate" not in node.get("transform", ""):
             text, classes = "".join(node.itertext()), node.get("class", "").split()
             size = float(
@@ -94,7 +93,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
             found.append((text, left, y - 0.72 * high, left + width, y + 0.2 * high))
         if sends and node.get("class") == "now":
             top, bottom = (dy + scale * float(y) for y in node.get("d")[4:].split("V"))
-            found.append(("the sends", dx + 28 * across, top, dx + 932 * across, bottom))
+            found.append(("the sends", 28.0, top, 452.0, bottom))
         for child in node:
             walk(child, dx, dy, scale)
 

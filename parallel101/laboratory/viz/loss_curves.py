@@ -85,7 +85,7 @@ def loss_scene(
     drawn = []
     for dashes, (name, line) in zip(DASHES, lines.items()):
         shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
-        drawn.append(Curve(name, shown, dashes=dashes, value=f"{line[-1][1]:.4f}"))
+        drawn.append(Curve(name, shown, shown[-1:], dashes=dashes, value=f"{line[-1][1]:.4f}"))
     words = (f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items())
     axes = across, Axis(0.0, high, False, heights)
     return draw_plot(title, "", 330, drawn, axes, description="; ".join(words))

@@ -97,18 +97,19 @@ def draw_plot(
     """Draw curves along two axes, and return them as a still Scene."""
     scene = Scene(960, height, title, description or subtitle)
     scene.style += STYLE
-    scene.narrow, top = (PHONE, height), 101.0 if subtitle else 84.0
+    top, values = 101.0 if subtitle else 84.0, any(curve.value for curve in curves)
+    names = 7.6 * max((len(curve.name) for curve in curves), default=0) + 60 * values
+    if names < 240:  # with longer labels, a phone has no room for the curves
+        scene.narrow = (PHONE, height)
     scene.head("", subtitle)
     scene.children[0].attributes["data-narrow"] = "none"
     narrow = scene.add("g", **ONLY_NARROW)
     for k, line in enumerate(textwrap.wrap(title, 40)):
         narrow.write(line, 28, 36 + 22 * k, 17, "b")
-    values = any(curve.value for curve in curves)
-    names = 7.6 * max((len(curve.name) for curve in curves), default=0) + 60 * values
     for panel, left, most, end in ((scene.panel("none"), 86, 8, END), (narrow, 82, 4, PHONE - 28)):
-        right = min(end - 60, max(end - names - 40, left + 150, 772 * (most == 8) - names))
+        right = min(770.0, end - 60, max(end - names - 40, left + 150))
         x_axis = axes[0]._replace(ticks=[*axes[0].ticks][:: -(-len(axes[0].ticks) // most)])
-        box = (left, min(right, 770.0), top, height - 46.0)
+        box = (left, right, top, height - 46.0)
         _draw(panel, box, curves, x_axis, axes[1], x_label, end)
     return scene
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.analysis.run_window import recorded_from, run_times, script_marks
-from parallel101.laboratory.analysis.slower_ranks import Cause, SlowerRank, slower_ranks
+from parallel101.laboratory.analysis.slower_ranks import slower_ranks
 from parallel101.laboratory.analysis.waiting import (
     CallTimes,
     RankTimes,
@@ -161,20 +161,18 @@ def _waited_for(row: RankTimes) -> str:
 def _slower(trace: Trace) -> TextTable:
     """Return a table of the ranks that others wait for: what takes longer, how much, and where."""
     rows = [(row, cause) for row in slower_ranks(trace)[:MOST_RANKS] for cause in row.causes]
-
-    def steps(row: SlowerRank) -> str:
-        return f"{row.slower} of {row.steps}, from {row.first}" if row.first else "one run"
-
-    def line(cause: Cause) -> str:
-        more = " and other lines" if cause.seconds_there < 0.5 * cause.seconds else ""
-        return _place(cause.where) + more if cause.where else "–"
-
     columns: dict[str, Callable[[Any], str]] = {
         "rank": lambda of: str(of[0].rank),
         "more per step": lambda of: human_seconds(of[1].seconds),
         "what": lambda of: of[1].what,
-        "in steps": lambda of: steps(of[0]),
-        "line": lambda of: line(of[1]),
+        "in steps": lambda of: (
+            f"{of[0].slower} of {of[0].steps}, from {of[0].first}" if of[0].first else "one run"
+        ),
+        "line": lambda of: (
+            _place(of[1].where) + " and other lines" * (of[1].seconds_there < 0.5 * of[1].seconds)
+            if of[1].where
+            else "–"
+        ),
     }
     title = "Slower ranks, compared with the median of the others"
     return _table(title, rows, columns, 2, len(rows), notes=[_of_kept(trace, "In steps")])
