@@ -76,7 +76,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
         if narrow and node.get("data-narrow"):
             node.set("transform", node.get("data-narrow"))
         moved = re.search(r"translate\((\S+?),(\S+?)\)", node.get("transform", ""))
-        scaled = re.search(r"scale\(([\d.]+)", node.get("transform", ""))
+        scaled = re.search(r"scale\(([\d.]+)\)", node.get("transform", ""))  # and not of x only
         if moved:
             dx, dy = dx + scale * float(moved[1]), dy + scale * float(moved[2])
         scale *= float(scaled[1]) if scaled else 1.0

@@ -96,7 +96,8 @@ def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
         if cell is None or begins_anew(cell):
             if answer:
                 _wrap(answer, _details(body, "answer", "Show what happened"))
-            asked, answer = cell is not None and is_prediction(cell), []
+            bold = cell.select("blockquote strong") if cell is not None else []
+            asked, answer = any(b.get_text().startswith("Predict") for b in bold), []
         elif answer:
             answer.append(cell)
         elif asked and (output := cell.find("div", class_="output_wrapper")):
@@ -137,12 +138,6 @@ def shorten(body: BeautifulSoup, text: Tag) -> None:
 
 def is_text(cell: Tag) -> bool:
     return "text_cell" in cell.get_attribute_list("class")
-
-
-def is_prediction(cell: Tag) -> bool:
-    return is_text(cell) and any(
-        strong.get_text().startswith("Predict") for strong in cell.select("blockquote strong")
-    )
 
 
 def begins_anew(cell: Tag) -> bool:

@@ -17,6 +17,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
+from textwrap import shorten
 from typing import NamedTuple
 
 from bs4 import BeautifulSoup
@@ -113,12 +114,9 @@ def search_index(entries: Sequence[SearchEntry], terms: Sequence[Term] = ()) -> 
             weights[word] = weights.get(word, 0) + IN_TITLE
         for word, weight in weights.items():
             words.setdefault(word, []).extend((at, weight))
-    shown = [[*e[:2], e.place, e.address, _shortened(e.text.replace("`", ""))] for e in entries]
+    texts = (shorten(e.text.replace("`", ""), SHOWN, placeholder=" …") for e in entries)
+    shown = [[*e[:2], e.place, e.address, text] for e, text in zip(entries, texts)]
     synonyms = [term.forms for term in terms if len(term.forms) > 1] + NUMBERS
     given = {"entries": shown, "words": dict(sorted(words.items())), "synonyms": synonyms}
     packed = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
     return f"globalThis.SEARCH_INDEX = {packed};\n"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN else text[:SHOWN].rpartition(" ")[0] + " …"

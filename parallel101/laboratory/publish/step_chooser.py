@@ -19,7 +19,6 @@ from importlib.resources import files
 
 from parallel101.laboratory.analysis.run_window import window
 from parallel101.laboratory.analysis.training_steps import TrainingSteps
-from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds
 from parallel101.laboratory.viz.palette import STYLE as PALETTE_STYLE
@@ -83,11 +82,12 @@ def step_chooser(
     colours = span_colours(e for e in events if e.kind == "span" and not e.waiting)
     columns: list[array] = [array(kind) for kind in "IIHHIB"]
     for e in events:
+        text = span_texts(e)[0] if e.kind == "span" else ""  # that may be written in a bar
         row = (
             round((e.start - begin) / tick),
             round((e.end - e.start) / tick),
             e.rank,
-            looks.setdefault(_look(e, colours), len(looks)),
+            looks.setdefault((event_class(e, colours), text), len(looks)),
             texts.setdefault(event_text(e), len(texts)),
             lanes.get(id(e), MESSAGES),
         )
@@ -158,9 +158,3 @@ def _about(known: TrainingSteps, events: int, drawn: Trace) -> str:
     else:
         return f"{last:,} steps ({known.what}). Choose some to see their timeline."
     return f"Steps {known.first:,} to {last:,} can be chosen here ({known.what}). {others}"
-
-
-def _look(event: Event, colours: dict[str, int]) -> tuple:
-    """Return the look of a bar: its class, and what may be written in it."""
-    text = span_texts(event)[0] if event.kind == "span" else ""
-    return event_class(event, colours), text

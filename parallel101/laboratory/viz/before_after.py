@@ -123,8 +123,10 @@ def before_after_scene(
             group = after.add("g", class_="flight").show((begin, scene.duration + 1))
             group.key("translate", (begin, (x0 - x, y0 - y)), (landed, (0.0, 0.0)), mode="ease")
             if _summed(replay, block):
-                stripe = new.stripe(*to, *_part(replay, block, origin), rim=1.2)
-                group.rect(*stripe, f"f{(block.chunk or 0) % 8}")
+                assert block.chunk is not None
+                stripes = replay.chunks[block.chunk].stripes
+                stripe = new.stripe(*to, stripes.index(origin), len(stripes), rim=1.2)
+                group.rect(*stripe, f"f{block.chunk % 8}")
             else:
                 _block(group, replay, block, new.inside(*to))
         if last:
@@ -196,13 +198,6 @@ def _block(parent: Node, replay: Replay, block: ChunkPart, place: Box) -> None:
 def _summed(replay: Replay, block: ChunkPart) -> bool:
     """Return whether a block has a stripe for each rank whose data belongs in it."""
     return replay.sums and block.chunk is not None and len(replay.chunks[block.chunk].stripes) > 1
-
-
-def _part(replay: Replay, block: ChunkPart, origin: int) -> tuple[int, int]:
-    """Return the number of a rank's stripe in a sum, and how many there are."""
-    assert block.chunk is not None
-    stripes = replay.chunks[block.chunk].stripes
-    return stripes.index(origin), len(stripes)
 
 
 def _marks(parent: Node, grid: Grid, replay: Replay, block: ChunkPart, cell: Cell) -> None:

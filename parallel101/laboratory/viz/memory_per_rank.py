@@ -90,7 +90,8 @@ def memory_scene(
         for kind, by_position in getattr(of, "parts", {}).items()
         if any(share_of(parts) > 0.999 for parts in by_position)
     }
-    colours = colours_of(most)
+    others = cycle(OTHER_COLOURS)
+    colours = {k: KIND_COLOURS[k] if k in KIND_COLOURS else next(others) for k in most}
     high = round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8)
     scene = Scene(960, high, title, "The bytes that each rank holds.")
     scene.style += (
@@ -143,9 +144,3 @@ def memory_scene(
 def share_of(parts: Sequence[tuple[float, float]]) -> float:
     """Return the share of the whole model that these parts are."""
     return sum(high - low for low, high in parts)
-
-
-def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
-    """Return a colour for each kind: the one in KIND_COLOURS, or else one of the others."""
-    others = cycle(OTHER_COLOURS)
-    return {k: KIND_COLOURS[k] if k in KIND_COLOURS else next(others) for k in kinds}

@@ -29,7 +29,9 @@ class Timing:
         self.reveal = self.arrival(self.steps - 1) + 0.7
         # in hundredths, as the SVG writes it
         self.duration = math.ceil(100 * (self.reveal + 2.2)) / 100 if self.steps else 0.0
-        self._recorded = [self._interval(s) for s in range(self.steps)]
+        of_steps = ([replay.messages[i] for i in replay.in_step(s)] for s in range(self.steps))
+        # from when to when the messages of each step were recorded
+        self._recorded = [(min(m.start for m in of), max(m.end for m in of)) for of in of_steps]
 
     def start(self, step: int) -> float:
         return LEAD + step * self.step if step < self.steps else self.duration + 1
@@ -75,7 +77,3 @@ class Timing:
             frames += [(self.start(step), begin), (self.arrival(step), end)]
             latest = end
         return frames
-
-    def _interval(self, step: int) -> tuple[float, float]:
-        messages = [self.replay.messages[i] for i in self.replay.in_step(step)]
-        return min(m.start for m in messages), max(m.end for m in messages)
