@@ -92,7 +92,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
             high = size * scale
             found.append((text, left, y - 0.72 * high, left + width, y + 0.2 * high))
         if sends and node.get("class") == "now":
-            top, bottom = (dy + scale * float(y) for y in node.get("d")[4:].split("V"))
+            top, bottom = (dy + scale * float(y) for y in node.get("d")[3:].split("V"))
             found.append(("the sends", 28.0, top, 452.0, bottom))
         for child in node:
             walk(child, dx, dy, scale)
