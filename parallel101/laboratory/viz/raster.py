@@ -9,20 +9,19 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from parallel101.extras import needs_extra
 from parallel101.laboratory.viz.chromium import Browser, find_chromium
 from parallel101.laboratory.viz.palette import LIGHT
-from parallel101.laboratory.viz.scene import Scene, data_uri
 
 RATE = 12.5  # a GIF's images per second
 # A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a
 # page on which nothing moves.
 DRAW = """
-async function draw(source, width, height) {
+async function draw(svg, width, height) {
   const image = new Image(), canvas = document.createElement("canvas");
-  image.src = source;
+  image.src = "data:image/svg+xml," + encodeURIComponent(svg);
   await image.decode();
   canvas.width = width; canvas.height = height;
   canvas.getContext("2d").drawImage(image, 0, 0, width, height);
@@ -31,27 +30,27 @@ async function draw(source, width, height) {
 """
 
 
-def png(scene: Scene) -> bytes:
-    """Return the last moment of a scene as a PNG, twice as large, in light colours."""
-    (drawn,) = _drawn([scene.svg(theme="light")], 2 * scene.width, 2 * scene.height)
+def png(svg: str, width: float, height: float) -> bytes:
+    """Return an SVG as a PNG of `width` × `height` pixels."""
+    (drawn,) = _drawn([svg], width, height)
     return drawn
 
 
-def gif(scene: Scene) -> bytes:
-    """Return a scene as a GIF that plays in a loop, `RATE` images per second, in light colours.
+def gif(svg: Callable[[float], str], duration: float, width: float, height: float) -> bytes:
+    """Return the SVG of each moment as a GIF that plays in a loop, `RATE` images per second.
 
-    It pauses for two seconds at its end.
+    It pauses for two seconds at its end. Its background is that of the light theme.
 
     Raises:
-        ValueError: the scene does not move.
+        ValueError: the duration is 0 seconds.
     """
-    if not scene.duration:
-        raise ValueError(f"{scene!r} does not move: save it as .png")
+    if not duration:
+        raise ValueError("the scene does not move: save it as .png")
     with needs_extra("A GIF"):
         from PIL import Image
 
-    times = [k / RATE for k in range(int(scene.duration * RATE))] + [scene.duration]
-    images = _drawn((scene.svg(t, theme="light") for t in times), scene.width, scene.height)
+    times = [k / RATE for k in range(int(duration * RATE))] + [duration]
+    images = _drawn(map(svg, times), width, height)
     drawn = [Image.open(io.BytesIO(image)).convert("RGBA") for image in images]
     # the round corners are transparent, and a GIF would show them black
     card = Image.new("RGBA", drawn[0].size, LIGHT["bg"])
@@ -78,6 +77,5 @@ def _drawn(images: Iterable[str], width: float, height: float) -> Iterator[bytes
     with Browser(chromium) as browser:
         browser.js(DRAW)
         for image in images:
-            source = json.dumps(data_uri(image))
-            drawn = browser.js(f"draw({source}, {width}, {height})")
+            drawn = browser.js(f"draw({json.dumps(image)}, {width}, {height})")
             yield base64.b64decode(drawn.partition(",")[2])

@@ -359,8 +359,10 @@ class Scene(Node):
         writers = {
             ".html": lambda: self.page().encode(),
             ".svg": lambda: self.svg(smil=True, still=True).encode(),
-            ".png": lambda: png(self),
-            ".gif": lambda: gif(self),
+            ".png": lambda: png(self.svg(theme="light"), 2 * self.width, 2 * self.height),
+            ".gif": lambda: gif(
+                lambda t: self.svg(t, theme="light"), self.duration, self.width, self.height
+            ),
         }
         if path.suffix not in writers:
             ends = ", ".join(writers).replace(", .gif", " or .gif")
