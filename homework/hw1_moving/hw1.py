@@ -94,7 +94,7 @@ def scatter(x: torch.Tensor, root: int) -> torch.Tensor:
     No rank sends more than about (n − 1)·S/n bytes, where x has S: no row goes to a rank that does
     not need it. It takes at most n − 1 steps.
 
-    Points: 40 % value, 40 % bytes, 20 % steps.
+    Points: 30 % value, 50 % bytes, 20 % steps.
     """
     raise NotImplementedError("scatter is not written yet")
 
@@ -116,6 +116,6 @@ def gather(x: torch.Tensor, root: int) -> torch.Tensor | None:
     The root receives (n − 1)·S bytes, where x has S. It takes at most n − 1 steps. Some ranks
     are slower than others and may call gather later.
 
-    Points: 40 % value, 40 % bytes, 20 % steps.
+    Points: 30 % value, 50 % bytes, 20 % steps.
     """
     raise NotImplementedError("gather is not written yet")

@@ -54,7 +54,7 @@ def ring_all_gather(x: torch.Tensor) -> torch.Tensor:
     Every rank sends (n − 1)·S bytes, where x has S: that is (n − 1)/n of the result. It takes n − 1
     steps.
 
-    Points: 30 % value, 20 % bytes, 30 % peers, 20 % steps.
+    Points: 20 % value, 20 % bytes, 50 % peers, 10 % steps.
     """
     raise NotImplementedError("ring_all_gather is not written yet")
 
@@ -79,7 +79,7 @@ def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
     Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes
     n − 1 steps.
 
-    Points: 40 % value, 40 % bytes, 20 % steps.
+    Points: 30 % value, 50 % bytes, 20 % steps.
     """
     raise NotImplementedError("ring_reduce_scatter is not written yet")
 
@@ -151,7 +151,7 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
 
     Every rank sends (n − 1)·S/n bytes, where x has S. It takes at most n − 1 steps.
 
-    Points: 40 % value, 40 % bytes, 20 % steps.
+    Points: 30 % value, 50 % bytes, 20 % steps.
     """
     raise NotImplementedError("all_to_all is not written yet")
 

@@ -41,7 +41,7 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
     in its own backward. Forward sends at most (n − 1)/n·S bytes from each rank, and so does
     backward.
 
-    Points: 40 % value, 60 % bytes. Of the bytes, backward's count twice as much as forward's.
+    Points: 40 % value, 60 % bytes. Of the bytes, backward's count five times as much as forward's.
     """
     raise NotImplementedError("column_layer is not written yet")
 

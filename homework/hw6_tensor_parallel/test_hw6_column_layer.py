@@ -125,7 +125,7 @@ COLUMN_LAYER = Exercise(
         sends_at_most("forward", "forward: one all-gather, (n − 1)/n·S bytes a rank"),
         replace(
             sends_at_most("backward", "backward: one reduce-scatter, (n − 1)/n·S bytes a rank"),
-            weight=2.0,
+            weight=5.0,
         ),
     ),
     least_received=least_received,

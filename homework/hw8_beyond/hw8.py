@@ -103,7 +103,7 @@ def ring_attention_backward(
     No rank sends more than n − 1 blocks of K and V, and n blocks of dK and dV. As in the forward
     pass, no rank holds more than a few blocks.
 
-    Points: 40 % value, 40 % bytes, 20 % memory.
+    Points: 25 % value, 25 % bytes, 50 % memory.
     """
     raise NotImplementedError("ring_attention_backward is not written yet")
 

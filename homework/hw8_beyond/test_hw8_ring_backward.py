@@ -161,7 +161,7 @@ EXERCISES = [
         points=10,
         cases=backward_cases,
         program=run_backward,
-        weights={"value": 0.4, "bytes": 0.4, "memory": 0.2},
+        weights={"value": 0.25, "bytes": 0.25, "memory": 0.5},
         checks=(
             value(
                 "dq, dk and dv are those of one process with the whole sequence",
