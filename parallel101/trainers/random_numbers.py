@@ -62,13 +62,10 @@ class RandomNumbers:
         that have unequal parts of the time draw different amounts of them.
         """
         if self.step is not None:
-            self.seed(f"{self.step} {self.forwards}")
+            text = f"{self.first} {self.place} {self.step} {self.forwards}"
+            seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+            torch.default_generator.manual_seed(seed)
+            for gpu in self.gpus:
+                torch.cuda.set_rng_state(torch.Generator(gpu).manual_seed(seed).get_state(), gpu)
             self.forwards += 1
         yield
-
-    def seed(self, what: str) -> None:
-        text = f"{self.first} {self.place} {what}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-        torch.default_generator.manual_seed(seed)
-        for gpu in self.gpus:
-            torch.cuda.set_rng_state(torch.Generator(gpu).manual_seed(seed).get_state(), gpu)

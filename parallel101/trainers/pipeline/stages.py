@@ -56,10 +56,9 @@ class PipelineStages(OneStage):
         self.placement, here = self.schedule.placement, axes.here["pp"]
         self.ranges = cut_points(model, len(self.placement), options.layers_per_stage)
         self.on_stages = stages_of_names(model, self.ranges)
-        names = {id(t): name for name, t in tensors_of(model)}  # the first ones of tied tensors
-        self.first_name = {
-            name: names[id(t)] for name, t in tensors_of(model, remove_duplicate=False)
-        }
+        first = {id(t): name for name, t in tensors_of(model)}  # of the names of a tied tensor
+        all_names = tensors_of(model, remove_duplicate=False)
+        self.first_name = {name: first[id(t)] for name, t in all_names}
         self.local = frozenset(s for s, position in self.placement.items() if position == here)
         self.positions = {
             name: sorted({self.placement[stage] for stage in stages})
