@@ -78,7 +78,7 @@ def train_zero2(
     time backward has added to p.grad.
 
     Points: 15 % value, 15 % bytes, 70 % memory. Of the memory, the gradients count four times as
-    much as the optimizer's state.
+    much as the optimizer's state. Gradients that are all-reduced are whole on every rank.
     """
     raise NotImplementedError("train_zero2 is not written yet")
 
