@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,60 +20,64 @@ from . import programs
 from .programs import makespan, run, trace, wait_for
 
 
-@pytest.mark.parametrize("hops", [1, 2, 3])
-def test_far_and_near_take_the_same_time_on_a_ring(hops):
+def flows(*pairs, numel=1):
+    """Messages from rank to rank, all posted at once; leaving unrecorded() takes no time."""
+
     def program(rank):
-        if rank == 0:
-            dist.send(torch.zeros(10), hops)
-        elif rank == hops:
-            dist.recv(torch.zeros(10), 0)
+        works = [dist.isend(torch.zeros(numel), dst) for src, dst in pairs if src == rank]
+        if works:
+            with unrecorded():
+                pass
+        wait_for(works + [dist.irecv(torch.zeros(numel), src) for src, dst in pairs if dst == rank])
 
-    assert makespan(program, 8, Network.ring(latency=1.0, bandwidth=10.0)) == 1 + 40 / 10
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_two_flows_over_one_link_take_twice_as_long_as_one(bidirectional):
-    network = Network.ring(latency=1.0, bandwidth=4.0, bidirectional=bidirectional)
-
-    def flows(*pairs):
-        def program(rank):
-            works = [dist.isend(torch.zeros(1), dst) for src, dst in pairs if src == rank]
-            wait_for(works + [dist.irecv(torch.zeros(1), src) for src, dst in pairs if dst == rank])
-
-        return makespan(program, 8, network)
-
-    assert flows((0, 2)) == 2
-    assert flows((0, 2), (1, 3)) == 4  # both need the link from 1 to 2
-    assert flows((0, 2), (2, 4)) == 2
-    assert flows((0, 3), (1, 3), (2, 3)) == 6
+    return program
 
 
-OVERLAPPING = {
-    "switch": Network(latency=1.0, bandwidth=8.0, latency_overlaps=True),
-    "ring": Network.ring(latency=1.0, bandwidth=8.0, latency_overlaps=True),
-    "torus": Network.torus((2, 4), latency=1.0, bandwidth=8.0, latency_overlaps=True),
-    "nodes": Network.two_level(2, latency=1.0, bandwidth=8.0, latency_overlaps=True),
-}
+STEPS, BYTES = Network(latency=1.0, bandwidth=math.inf), Network(latency=0.0, bandwidth=1.0)
+RING = partial(Network.ring, latency=1.0)
+OVERLAPS = {"latency": 1.0, "bandwidth": 8.0, "latency_overlaps": True}
+TIMES = [  # network, ranks, program, seconds
+    *(
+        (network, n, partial(program, numel=3), steps * seconds)
+        for n in (2, 3, 4, 5, 8, 13)
+        for network, seconds in ((STEPS, 1), (BYTES, 4 * 3))
+        for program, steps in (
+            (programs.flat_broadcast, n - 1),
+            (programs.tree_broadcast, math.ceil(math.log2(n))),
+            (programs.ring_all_gather, n - 1),
+            (programs.direct_all_to_all, n - 1),  # n - 1 permutations
+        )
+    ),
+    (STEPS, 2, flows((0, 1), (1, 0)), 1),
+    (STEPS, 3, flows((1, 0), (2, 0)), 2),  # one message each way at a time
+    *((RING(bandwidth=10.0), 8, flows((0, far), numel=10), 1 + 40 / 10) for far in (1, 2, 3)),
+    *(
+        (RING(bandwidth=4.0, bidirectional=both_ways), 8, flows(*pairs), seconds)
+        for both_ways in (False, True)
+        for pairs, seconds in (
+            ([(0, 2)], 2),
+            ([(0, 2), (1, 3)], 4),  # both need the link from 1 to 2
+            ([(0, 2), (2, 4)], 2),
+            ([(0, 3), (1, 3), (2, 3)], 6),
+        )
+    ),
+    *(  # where latencies overlap, messages follow each other after their bytes
+        (network, 8, flows(*pairs, numel=4), 1 + count * 16 / 8)
+        for network in (
+            Network(**OVERLAPS),
+            Network.ring(**OVERLAPS),
+            Network.torus((2, 4), **OVERLAPS),
+            Network.two_level(2, **OVERLAPS),
+        )
+        for far, count in ((2, 1), (2, 5), (3, 4))
+        for pairs in ([(0, far)] * count, [(0, far), (far, 0)] * count)
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", OVERLAPPING)
-@pytest.mark.parametrize(("apart", "count"), [(2, 1), (2, 5), (3, 4)])
-def test_where_latencies_overlap_messages_follow_each_other_after_their_bytes(kind, apart, count):
-    """One way, and both ways at once, also when the sender leaves unrecorded() meanwhile."""
-
-    def program(rank, back=False):
-        pair = (0, apart)
-        if rank not in pair:
-            return
-        other = pair[1 - pair.index(rank)]
-        works = [dist.isend(torch.zeros(4), other) for _ in range(count) if back or rank == 0]
-        with unrecorded():
-            pass
-        wait_for(works + [dist.irecv(torch.zeros(4), other) for _ in range(count) if back or rank])
-
-    expected = 1 + count * 16 / 8
-    assert makespan(program, 8, OVERLAPPING[kind]) == expected
-    assert makespan(lambda rank: program(rank, back=True), 8, OVERLAPPING[kind]) == expected
+@pytest.mark.parametrize(("network", "n", "program", "seconds"), TIMES, ids=range(len(TIMES)))
+def test_a_program_takes_the_time_of_its_critical_path(network, n, program, seconds):
+    assert makespan(program, n, network) == seconds
 
 
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
