@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -55,34 +56,21 @@ def raised(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     return "nothing"
 
 
-class Setting(NamedTuple):
-    optimizer: str
-    clip_norm: float | None
-    accumulate: int
-
-
-SETTINGS = (  # of all eight, half: every pair of two options' values is in one
-    Setting("sgd", None, 2),
-    Setting("sgd", 0.05, 1),
-    Setting("adamw", None, 1),
-    Setting("adamw", 0.05, 2),
-)
-
-
-def setting(*numbers: int) -> Setting:
-    """One of the four. Where the numbers are those of a task, a trainer and the ranks, each pair
-    of these meets all four.
-    """
-    return SETTINGS[sum(numbers) % len(SETTINGS)]
-
-
+DATA: dict[str, dict[str, Any]] = {  # the ways of the axis dp
+    "naive": {"overlap": False, "bucket_bytes": 0},
+    "bucketed": {"overlap": False, "bucket_bytes": 200},
+    "overlapped": {"bucket_bytes": 200},
+    "ZeRO-1": {"zero_stage": 1, "bucket_bytes": 200},
+    "ZeRO-2": {"zero_stage": 2, "bucket_bytes": 200},
+    "ZeRO-3": {"zero_stage": 3},
+}
 TRAINERS: dict[str, Callable[..., Any]] = {
-    "naive": partial(p101.DataParallelTrainer, overlap=False, bucket_bytes=0, verify=False),
-    "bucketed": partial(p101.DataParallelTrainer, overlap=False, bucket_bytes=200, verify=False),
-    "overlapped": partial(p101.DataParallelTrainer, overlap=True, bucket_bytes=200, verify=False),
-    "ZeRO-1": partial(p101.ShardedTrainer, zero_stage=1, bucket_bytes=200, verify=False),
-    "ZeRO-2": partial(p101.ShardedTrainer, zero_stage=2, bucket_bytes=200, verify=False),
-    "ZeRO-3": partial(p101.ShardedTrainer, zero_stage=3, verify=False),
+    name: partial(
+        p101.ShardedTrainer if "zero_stage" in options else p101.DataParallelTrainer,
+        verify=False,
+        **options,
+    )
+    for name, options in DATA.items()
 }
 
 
@@ -114,11 +102,15 @@ def on_mesh(shape: str, device: str = "cpu") -> Callable[..., p101.HybridTrainer
 # ── tasks ──
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Task:
     build: Callable[[], nn.Module]
     loss_fn: Callable[[Any, Tensor], Tensor]
     # of a step: 11 samples or so, which only one rank can share evenly
-    batch: Callable[[int], tuple[Tensor, Tensor]]
+    batch: Callable[[int], tuple[Any, Any]]
+    # options of a trainer whose mesh has the axis tp; of every trainer
+    on_tp: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def randn(salt: int, *shape: int) -> Tensor:
@@ -181,11 +173,12 @@ def rows(inputs: int, outputs: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return lambda step: (randn(step, 11, inputs), randn(100 + step, 11, outputs))
 
 
-TASKS = {
+CUT_HEAD = {"loss_fn": p101.vocabulary_cross_entropy}
+TASKS = {  # models.py adds others
     "mlp": Task(lambda: MLP([4, 7, 7, 3], dtype=torch.float64), F.mse_loss, rows(4, 3)),
     "sometimes": Task(Sometimes, F.mse_loss, special_in_few_samples),
-    "tied gpt": Task(gpt, next_token_loss, text),
-    "untied gpt": Task(partial(gpt, tied=False), next_token_loss, text),
+    "tied gpt": Task(gpt, next_token_loss, text, CUT_HEAD),
+    "untied gpt": Task(partial(gpt, tied=False), next_token_loss, text, CUT_HEAD),
 }
 
 
@@ -237,30 +230,40 @@ def trained(trainer: Any, task: Task, steps: int = STEPS) -> Outcome:
 
 
 class Case(NamedTuple):
-    """A task, what trains it, and the trainer's options; `loss_fn` among them if the trainer
-    needs another one than one process.
-    """
-
+    mesh: str
     task: Task
-    trainer: Callable[..., Any]
-    optimizer: str = "adamw"
-    clip_norm: float | None = 0.05
-    options: Mapping[str, Any] = {}
+    optimizer: str
+    clip_norm: float | None
+    options: Mapping[str, Any]
+    words: str  # what it is called where it fails
+
+
+def case(
+    mesh: str, task: str, optimizer: str = "adamw", clip_norm: float | None = 0.05, **options: Any
+) -> Case:
+    """A task on a mesh such as "dp 2, tp 2". An option `loss_fn` is the trainer's, not that of one
+    process; `change` is done to the trainer's model only.
+    """
+    of = TASKS[task]
+    given = {"loss_fn": of.loss_fn, **of.options, **(of.on_tp if "tp" in mesh else {}), **options}
+    return Case(mesh, of, optimizer, clip_norm, given, f"{task} on {mesh}, {optimizer}, {options}")
 
 
 def unlike_one_process(
-    cases: list[Case], close: float = CLOSE, steps: int = STEPS, device: str = "cpu"
+    cases: Iterable[Case], close: float = CLOSE, steps: int = STEPS, device: str = "cpu"
 ) -> list[str]:
-    """Where the trainers' numbers differ from those of one process, by the number of the case."""
+    """Where the trainers' numbers differ from those of one process, by case."""
     wrong = []
-    for i, (task, trainer, optimizer, clip_norm, options) in enumerate(cases):
+    for mesh, task, optimizer, clip_norm, options, words in cases:
         with torch.device("cpu"):
             model = task.build().to(device)
-        arguments = {"loss_fn": task.loss_fn, "clip_norm": clip_norm, **options}
-        found = trained(trainer(model, optimizer=OPTIMIZERS[optimizer], **arguments), task, steps)
+        options = {"clip_norm": clip_norm, **options}
+        options.pop("change", lambda model: None)(model)
+        trainer = on_mesh(mesh, device)(model, optimizer=OPTIMIZERS[optimizer], **options)
+        found = trained(trainer, task, steps)
         with torch.device("cpu"):
             expected = one_process(task, optimizer, clip_norm, steps)
-            wrong += [f"case {i}: {what}" for what in differences(found, expected, close)]
+            wrong += [f"{words}: {what}" for what in differences(found, expected, close)]
     return wrong
 
 

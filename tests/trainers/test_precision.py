@@ -1,174 +1,186 @@
-"""Training in 16 bit: what it computes, what it holds, what it sends, and what it refuses."""
+"""Training in 16 bit: what it computes, what it holds, what it sends, and what it saves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
 import parallel101 as p101
 from parallel101.cost import model_states
-from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import mesh_of, world_size
+from tests.trainers.cases import (
+    DATA,
+    TASKS,
+    Task,
+    case,
+    on_mesh,
+    text,
+    unlike_one_process,
+    world_size,
+)
+from tests.trainers.cases import rows as batches
+from tests.trainers.models import TIME
 
-STEPS = 4
+STEPS, SIM = 4, {"backend": "sim"}
 GRADIENTS = (None, torch.float32)
-ZERO = (0, 1, 2, 3)
+MIXED = {"precision": "bf16-mixed"}
 
 
-def adam(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def adam(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(outputs, targets)
-
-
-def mlp() -> nn.Module:
+def mlp():
     return MLP([6, 9, 5], seed=3)
 
 
-def rows(step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(samples, 6, generator=generator)
-    return x, torch.randn(samples, 5, generator=generator)
+def rows(step, samples=8):
+    return tuple(t[:samples].float() for t in batches(6, 5)(step))
 
 
-def by_hand(
-    weights: torch.dtype, gradients: torch.dtype, master: bool, shares: int, accumulate: int
-) -> tuple[list[float], list[Tensor]]:
+def trainer_of(mesh, **options):
+    return on_mesh(mesh)(mlp(), F.mse_loss, adam, **options)
+
+
+def by_hand(weights, gradients, master, shares, accumulate):
     """Losses, and what the optimizer updates, with nothing but torch. A share's microbatches add up
     in its gradient, and then the shares do.
     """
     model = mlp()
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     model.to(weights)
-    optimizer = adam(masters if master else list(model.parameters()))
-    losses = []
+    kept = masters if master else list(model.parameters())
+    optimizer, losses = adam(kept), []
     for step in range(STEPS):
         x, y = rows(step)
         loss_of_step, of_shares = 0.0, []
         for x_share, y_share in zip(x.chunk(shares), y.chunk(shares)):
             sums = [torch.zeros_like(p, dtype=gradients) for p in model.parameters()]
             for a, b in zip(x_share.chunk(accumulate), y_share.chunk(accumulate)):
-                part = mse(model(a.to(weights)).float(), b) * (len(a) / len(x))
+                part = F.mse_loss(model(a.to(weights)).float(), b) * (len(a) / len(x))
                 for total, g in zip(sums, torch.autograd.grad(part, list(model.parameters()))):
                     total += g
                 loss_of_step += part.item()
             of_shares.append(sums)
         losses.append(loss_of_step)
-        for p, q, *g in zip(masters, model.parameters(), *of_shares):
-            total = sum(g[1:], g[0])
-            if master:
-                p.grad = total.float()
-            else:
-                q.grad = total
+        for p, *g in zip(kept, *of_shares):
+            p.grad = sum(g[1:], g[0]).to(p.dtype)
         optimizer.step()
         if master:
             with torch.no_grad():
                 for p, q in zip(masters, model.parameters()):
                     q.copy_(p)
-    kept = masters if master else list(model.parameters())
     return losses, [p.detach().clone() for p in kept]
 
 
-def train(cases: Sequence[dict[str, Any]]) -> list[tuple[list[float], list[Tensor]]]:
+def train(cases):
     """By case: losses, and the whole model's state."""
     found = []
     for options in cases:
-        trainer = p101.HybridTrainer(
-            mlp(), mse, adam, mesh=mesh_of("dp 2"), verify=False, **options
-        )
+        trainer = trainer_of("dp 2", **options)
         losses = [trainer.step(*trainer.share(rows(step))) for step in range(STEPS)]
         found.append((losses, list(trainer.state_dict().values())))
     return found
 
 
-def test_two_ranks_compute_what_torch_computes_bit_for_bit() -> None:
+def test_two_ranks_compute_what_torch_computes_bit_for_bit():
     # of two numbers there is only one sum, whoever adds them
     cases = [
         {"precision": precision, "gradient_dtype": dtype, "zero_stage": stage, "accumulate": many}
-        for precision in ("bf16-mixed", "bf16")
-        for dtype in (GRADIENTS if precision == "bf16-mixed" else (None,))
-        for stage in ZERO
-        for many in (1, 2)
+        for precision, dtype in (
+            ("bf16-mixed", None),
+            ("bf16-mixed", torch.float32),
+            ("bf16", None),
+        )
+        for stage, many in product(range(4), (1, 2))
         # stages 2 and 3 send after each microbatch, so that 16-bit sums are rounded elsewhere
         if many == 1 or stage < 2
     ]
     for options, (losses, state) in zip(
-        cases, p101.launch(train, cases, world_size=2, backend="sim").results[0]
+        cases, p101.launch(train, cases, world_size=2, **SIM).results[0]
     ):
-        expected, weights = by_hand(
-            torch.bfloat16,
-            options["gradient_dtype"] or torch.bfloat16,
-            options["precision"] == "bf16-mixed",
-            shares=2,
-            accumulate=options["accumulate"],
-        )
+        dtype, master = options["gradient_dtype"] or torch.bfloat16, options["precision"] != "bf16"
+        expected, weights = by_hand(torch.bfloat16, dtype, master, 2, options["accumulate"])
         assert losses == pytest.approx(expected, rel=1e-6), options
         for ours, torchs in zip(state, weights):
             assert ours.dtype == torchs.dtype and torch.equal(ours, torchs), options
 
 
-LAYOUTS = ("dp 3", "tp 2", "pp 2", "dp 2, tp 2", "dp 2, pp 2", "tp 2, pp 2", "dp 2, tp 2, pp 2")
-
-
-def train_gpt(layout: str, precision: str, dtype: torch.dtype | None, stage: int) -> list[float]:
-    """Verified before the first step, within the rounding of 16 bit."""
-    config = GPTConfig(vocabulary=32, context=8, width=16, heads=4, layers=2)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 32, (8, 9), generator=generator)
-    trainer = p101.HybridTrainer(
-        GPT(config),
-        next_token_loss,
-        adam,
-        mesh=mesh_of(layout),
-        precision=precision,
-        gradient_dtype=dtype,
-        zero_stage=stage,
-        clip_norm=1.0,
-        **({"microbatches": 4} if "pp" in layout else {"accumulate": 2}),
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float16, 0.02), (torch.bfloat16, 0.05)])
+def test_a_model_in_half_precision(dtype, close):
+    """The optimizer is SGD: AdamW's eps is 0 in float16."""
+    TASKS["half"] = Task(
+        lambda: MLP([4, 8, 4], dtype=dtype),
+        F.mse_loss,
+        lambda step: tuple(t.to(dtype) for t in batches(4, 4)(step)),
     )
-    report = trainer.verify(*trainer.share((tokens[:, :-1], tokens[:, 1:])))
-    assert report.equal and not report.reason, report
-    return [trainer.step(*trainer.share((tokens[:, :-1], tokens[:, 1:]))) for _ in range(3)]
+    cases = [case("dp 2", "half", "sgd", None, **options) for options in DATA.values()]
+    run = p101.launch(unlike_one_process, cases, close, world_size=2, **SIM)
+    assert run.results == [[]] * 2
 
 
-@pytest.mark.parametrize(("number", "layout"), [*enumerate(LAYOUTS)])
-def test_every_layout_is_equal_to_one_process_in_the_same_precision(
-    number: int, layout: str
-) -> None:
-    precision = ("bf16-mixed", "fp16-mixed", "bf16")[number % 3]
-    dtype = GRADIENTS[number % 2] if precision != "bf16" else None
-    stage = ZERO[number % 4] if "dp" in layout else 0
-    size = world_size(layout)
-    losses = p101.launch(
-        train_gpt, layout, precision, dtype, stage, world_size=size, backend="sim"
+LAYOUTS = {
+    "dp 3": ("tied gpt", {"accumulate": 2}),
+    "tp 2": ("tied gpt", {"accumulate": 2}),
+    "pp 2": ("tied gpt", {"microbatches": 4}),
+    "dp 2, tp 2": ("llama", {"zero_stage": 2, **TIME}),
+    "dp 2, pp 2": ("tied gpt", {"zero_stage": 3, "microbatches": 4}),
+    "tp 2, pp 2": ("tied gpt", {"microbatches": 4}),
+    "cp 2, pp 2": ("llama", {"microbatches": 2, "recompute": "full"}),
+    "dp 2, tp 2, pp 2": ("tied gpt", {"zero_stage": 1, "microbatches": 2}),
+}
+PRECISIONS = [
+    {"precision": "bf16-mixed"},
+    {"precision": "fp16-mixed", "gradient_dtype": torch.float32},
+    {"precision": "bf16"},
+]
+
+
+def verified(mesh, task, options, precisions):
+    """Verified before the first step, within the rounding of 16 bit; and the losses of three."""
+    found, of = [], TASKS[task]
+    given = {"loss_fn": of.loss_fn, **(of.on_tp if "tp" in mesh else {}), **options}
+    for precision in precisions:
+        model = of.build().float()
+        trainer = on_mesh(mesh)(
+            model, optimizer=adam, verify=True, clip_norm=1.0, **given, **precision
+        )
+        batch = trainer.share(text(0))
+        said = str(trainer.verify(*batch)).splitlines()[0]
+        found.append((said, [trainer.step(*batch) for _ in range(3)]))
+    return found
+
+
+@pytest.mark.parametrize(("number", "mesh"), [*enumerate(LAYOUTS)])
+def test_every_layout_is_equal_to_one_process_in_the_same_precision(number, mesh):
+    precisions = PRECISIONS if "cp" in mesh else [PRECISIONS[number % 3]]
+    first, *others = p101.launch(
+        verified, mesh, *LAYOUTS[mesh], precisions, world_size=world_size(mesh), **SIM
     ).results
-    assert all(of_rank == losses[0] for of_rank in losses)
-    assert losses[0][2] < losses[0][0]
+    assert all(other == first for other in others)
+    for said, losses in first:
+        assert said == "equal to one process"
+        assert losses[2] < losses[0]
 
 
-def held(cases: Sequence[dict[str, Any]]) -> list[float]:
+def held(cases):
     """By case: bytes for each weight of the model."""
-    found = []
+    found, x = [], torch.zeros(4, 64)
     for options in cases:
         model = MLP([64, 64, 64], seed=0)
         weights = sum(p.numel() for p in model.parameters())
-        scalars = 4 * sum(1 for _ in model.parameters())  # Adam counts its steps for each
-        trainer = p101.DataParallelTrainer(model, mse, adam, verify=False, **options)
-        x = torch.zeros(4, 64)
+        scalars = 4 * len(list(model.parameters()))  # Adam counts its steps for each
+        trainer = on_mesh("dp 1")(model, F.mse_loss, adam, **options)
         trainer.step(x, x)
         found.append((trainer.describe().total(0) - scalars) / weights)
     return found
 
 
-def test_bytes_a_weight() -> None:
+def test_bytes_a_weight():
     expected = {
         (None, None): "fp32",
         ("fp32", None): "fp32",
@@ -178,61 +190,44 @@ def test_bytes_a_weight() -> None:
         ("fp16-mixed", None): "mixed",
     }
     cases = [{"precision": p, "gradient_dtype": d} for p, d in expected]
-    counted = p101.launch(held, cases, world_size=1, backend="sim").results[0]
+    counted = p101.launch(held, cases, world_size=1, **SIM).results[0]
     assert counted == [model_states(1, precision=name).total for name in expected.values()]
     assert counted == [16, 16, 8, 16, 18, 16]
 
 
-def placed(stage: int) -> Any:
-    trainer = p101.HybridTrainer(
-        mlp(), mse, adam, mesh=mesh_of("dp 2"), precision="bf16-mixed", zero_stage=stage
-    )
-    trainer.step(*trainer.share(rows(0)))
-    whole, model = trainer.verification.whole, set(trainer.model.parameters())
-    kept = [] if whole is None else [p for p in whole.parameters.values() if p not in model]
-    return trainer.describe().parts, sum(p.numel() for p in kept)
+def placed():
+    found = []
+    for stage in range(4):
+        trainer = trainer_of("dp 2", **MIXED, zero_stage=stage, verify=True)
+        trainer.step(*trainer.share(rows(0)))
+        whole, model = trainer.verification.whole, set(trainer.model.parameters())
+        kept = [] if whole is None else [p for p in whole.parameters.values() if p not in model]
+        found.append((trainer.describe().parts, sum(p.numel() for p in kept)))
+    return found
 
 
-@pytest.mark.parametrize("stage", ZERO)
-def test_the_report_says_which_parts_are_sharded_and_verify_keeps_no_whole_model(
-    stage: int,
-) -> None:
-    for parts, kept in p101.launch(placed, stage, world_size=2, backend="sim").results:
-        assert kept == 0
-        first_sharded = {"weights": 3, "gradients": 2, "optimizer state": 1, "master weights": 1}
-        assert parts.keys() == first_sharded.keys()
-        for kind, (first, second) in parts.items():
-            assert (first == second == [(0.0, 1.0)]) == (stage < first_sharded[kind]), kind
+def test_the_report_says_which_parts_are_sharded_and_verify_keeps_no_whole_model():
+    sharded_from = {"weights": 3, "gradients": 2, "optimizer state": 1, "master weights": 1}
+    for found in p101.launch(placed, world_size=2, **SIM).results:
+        for stage, (parts, kept) in enumerate(found):
+            assert kept == 0 and parts.keys() == sharded_from.keys()
+            for kind, (first, second) in parts.items():
+                assert (first == second == [(0.0, 1.0)]) == (stage < sharded_from[kind]), kind
 
 
-def all_reduced(dtype: torch.dtype | None) -> None:
-    trainer = p101.DataParallelTrainer(
-        mlp(), mse, adam, precision="bf16-mixed", gradient_dtype=dtype, verify=False
-    )
-    trainer.step(*trainer.share(rows(0)))
+def test_gradients_are_sent_in_their_dtype():
+    def step(dtype):
+        trainer = trainer_of("dp 2", **MIXED, gradient_dtype=dtype)
+        trainer.step(*trainer.share(rows(0)))
 
-
-def test_gradients_are_sent_in_their_dtype() -> None:
-    sent, weights = {}, sum(p.numel() for p in mlp().parameters())
-    for dtype in GRADIENTS:
-        sent[dtype] = sum(
-            p101.launch(all_reduced, dtype, world_size=2, backend="sim").trace.bytes_sent
-        )
+    runs = [p101.launch(step, dtype, world_size=2, **SIM) for dtype in GRADIENTS]
+    half, full = (sum(run.trace.bytes_sent) for run in runs)
     # an all-reduce of n bytes on two ranks: each sends n
-    assert sent[torch.float32] - sent[None] == 2 * weights * (4 - 2)
+    assert full - half == 2 * sum(p.numel() for p in mlp().parameters()) * (4 - 2)
 
 
-def overflow(stage: int) -> tuple[list[float], list[bool], list[float]]:
-    trainer = p101.HybridTrainer(
-        mlp(),
-        mse,
-        adam,
-        mesh=mesh_of("dp 2"),
-        precision="fp16-mixed",
-        zero_stage=stage,
-        clip_norm=1.0,
-        verify=False,
-    )
+def overflow(stage):
+    trainer = trainer_of("dp 2", precision="fp16-mixed", zero_stage=stage, clip_norm=1.0)
     scales, changed, losses = [trainer.gradient_sync.scale], [], []
     for factor in (1.0, 300.0, 1.0):  # in step 1, rank 1's gradients are too large for fp16
         x, y = trainer.share(rows(0))
@@ -245,60 +240,35 @@ def overflow(stage: int) -> tuple[list[float], list[bool], list[float]]:
     return scales, changed, losses
 
 
-@pytest.mark.parametrize("stage", ZERO)
-def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(stage: int) -> None:
-    results = p101.launch(overflow, stage, world_size=2, backend="sim").results
-    for scales, changed, losses in results:
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(stage):
+    for scales, changed, losses in p101.launch(overflow, stage, world_size=2, **SIM).results:
         assert changed == [True, False, True]
         assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
         assert losses[1] > losses[0]
 
 
-def save_and_continue(path: str, layout: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    trainer = p101.HybridTrainer(mlp(), mse, adam, mesh=mesh_of(layout), verify=False, **options)
-    for step in range(2):
-        trainer.step(*trainer.share(rows(step)))
-    trainer.save(path)
+def saved_or_resumed(path, mesh, options, resume):
+    trainer = trainer_of(mesh, **options)
+    if resume:
+        trainer.resume(path)
+    else:
+        trainer.fit(rows, until=2, save_to=path, progress=False)
     return trainer.state_dict()
 
 
-def resume(path: str, layout: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    trainer = p101.HybridTrainer(mlp(), mse, adam, mesh=mesh_of(layout), verify=False, **options)
-    trainer.resume(path)
-    return trainer.state_dict()
+def test_a_checkpoint_has_the_master_weights_for_any_layout_and_precision(tmp_path):
+    def of(mesh, options, resume=True):
+        arguments = saved_or_resumed, str(tmp_path / "run.pt"), mesh, options, resume
+        return p101.launch(*arguments, world_size=world_size(mesh), **SIM).results
 
-
-def test_a_checkpoint_has_the_master_weights_for_any_layout_and_precision(tmp_path: Path) -> None:
-    path = str(tmp_path / "run.pt")
-    mixed = {"precision": "bf16-mixed"}
-    saved = p101.launch(
-        save_and_continue, path, "dp 2", mixed | {"zero_stage": 3}, world_size=2, backend="sim"
-    ).results[0]
+    saved = of("dp 2", {**MIXED, "zero_stage": 3}, resume=False)[0]
     assert all(t.dtype == torch.float32 for t in saved.values())
-    for layout, options in {
-        "dp 3": mixed | {"zero_stage": 1},
-        "tp 2": mixed,
+    for mesh, options in {
+        "dp 3": {**MIXED, "zero_stage": 1},
+        "tp 2": MIXED,
         "dp 1": {},
-        "pp 2": mixed | {"gradient_dtype": torch.float32, "microbatches": 2},
+        "pp 2": {**MIXED, "gradient_dtype": torch.float32, "microbatches": 2},
     }.items():
-        size = world_size(layout)
-        found = p101.launch(resume, path, layout, options, world_size=size, backend="sim").results
-        for state in found:
-            assert all(torch.equal(state[name], saved[name]) for name in saved), layout
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"precision": "bf16-true"}, ["'bf16-true'", "'bf16-mixed'"]),
-        ({"precision": "bf16", "autocast": torch.bfloat16}, ["autocast", "None with precision"]),
-        ({"precision": "bf16", "gradient_dtype": torch.float32}, ["gradient_dtype", "None"]),
-        ({"precision": "bf16-mixed", "gradient_dtype": torch.float16}, ["torch.float32"]),
-        ({"gradient_dtype": torch.float32}, ["precision=None", "gradient_dtype"]),
-    ],
-    ids=["unknown", "with autocast", "not mixed", "other 16 bit", "alone"],
-)
-def test_refusals(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        p101.DataParallelTrainer(mlp(), mse, adam, **options)
-    assert all(word in str(error.value) for word in words)
+        for state in of(mesh, options):
+            assert all(torch.equal(state[name], saved[name]) for name in saved), mesh

@@ -1,5 +1,5 @@
-"""Which layers a plan names and what "auto" finds in models that people bring; and the plans that
-are refused, with the name of the layer and the reason.
+"""Which layers a plan names and what "auto" finds in models that people bring; and plans that the
+first step refuses. (Those that no trainer takes: test_refused.py.)
 """
 
 from __future__ import annotations
@@ -10,49 +10,54 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.models.plans import GPT_PLAN
-from tests.trainers.cases import OPTIMIZERS, Case, Task, gpt, rows, seeded, unlike_one_process
+from parallel101.models.plans import GPT_PLAN, LLAMA_PLAN
+from tests.trainers.cases import (
+    TASKS,
+    Task,
+    case,
+    gpt,
+    on_mesh,
+    rows,
+    seeded,
+    sgd,
+    unlike_one_process,
+)
+from tests.trainers.models import llama as our_llama
 
 CUT_HEAD = p101.vocabulary_cross_entropy
 
 
-def plans(cases):
-    """Of every case, which is a plan, a model and options: the error, or the lines in which
-    `describe` tells the plan, and by the shapes of weights which layers are cut, into rows of the
-    weight (0) or columns (1).
-    """
-    found = {}
-    for name, (plan, build, options) in cases.items():
-        arguments = {"loss_fn": F.mse_loss, "plan": plan, "verify": False, **options}
-        model = seeded(build())
-        whole = {layer: p.shape for layer, p in model.named_parameters() if p.dim() == 2}
-        try:
-            trainer = p101.TensorParallelTrainer(model, optimizer=OPTIMIZERS["sgd"], **arguments)
-        except ValueError as error:
-            found[name] = str(error)
-            continue
-        style = re.compile(r".*: (column|row|vocabulary)")
-        found[name] = (
-            list(filter(style.match, trainer.describe().notes)),
-            {
-                layer.removesuffix(".weight"): int(p.shape[0] == whole[layer][0])
-                for layer, p in trainer.model.named_parameters()
-                if layer in whole and p.shape != whole[layer]
-            },
-        )
-    return found
-
-
 def planned(cases, world_size=2):
-    first, *others = p101.launch(plans, cases, world_size=world_size, backend="sim").results
-    assert all(other == first for other in others), "the same words on every rank"
-    return first
+    """Of every case, which is a plan, a model and a loss: the lines in which `describe` tells the
+    plan, and by the shapes of weights which layers are cut, into rows of the weight (0) or columns
+    (1).
+    """
+
+    def program():
+        return {name: plan_of(*case) for name, case in cases.items()}
+
+    return p101.launch(program, world_size=world_size, backend="sim").results[0]
+
+
+def plan_of(plan, build, loss_fn=F.mse_loss):
+    model = seeded(build())
+    whole = {layer: p.shape for layer, p in model.named_parameters() if p.dim() == 2}
+    trainer = on_mesh(f"tp {dist.get_world_size()}")(model, loss_fn, sgd, plan=plan)
+    parts = {layer: p.shape for layer, p in trainer.model.named_parameters() if layer in whole}
+    return list(
+        filter(re.compile(r".*: (column|row|vocabulary)").match, trainer.describe().notes)
+    ), {
+        layer.removesuffix(".weight"): int(shape[0] == whole[layer][0])
+        for layer, shape in parts.items()
+        if shape != whole[layer]
+    }
 
 
 def seq(*modules):
@@ -66,28 +71,21 @@ def linears(*sizes):
 # ── names ──
 
 UP = ["blocks.0", "blocks.1"]
-TEXT = {"loss_fn": next_token_loss}
 PAIR = ("up", "down")
 PATTERNS = {  # a star stands for one or more parts of a name
     "blocks.*.mlp.up": UP,
     "*.up": UP,
     "blocks.*.up": UP,
     "blocks.1.mlp.u*": ["blocks.1"],
-    "blocks.*.mlp.?p": "matches no",
-    "*.mlp": "matches no",
-    "up": "matches no",
 }
 
 
 def test_a_star_stands_for_one_or_more_parts_of_a_name():
     plans = {up: {up: "column", re.sub(r"u[p*]", "down", up): "row"} for up in PATTERNS}
-    found = planned({up: (plan, gpt, TEXT) for up, plan in plans.items()})
+    found = planned({up: (plan, gpt, next_token_loss) for up, plan in plans.items()})
     for up, expected in PATTERNS.items():
-        if isinstance(expected, str):
-            assert expected in found[up]
-        else:
-            cut = {f"{block}.mlp.{name}": i for block in expected for i, name in enumerate(PAIR)}
-            assert found[up][1] == cut
+        cut = {f"{block}.mlp.{name}": i for block in expected for i, name in enumerate(PAIR)}
+        assert found[up][1] == cut
 
 
 class Squashed(nn.Linear):
@@ -108,7 +106,6 @@ def hooked():
     return model
 
 
-PLAIN, IN_TIME = {}, {"sequence_parallel": True}
 OUR_PLAN = [
     "embedding.token: vocabulary",
     *(f"blocks.*.attention.{name} (2 modules): column(heads=12)" for name in ("query", "key")),
@@ -118,48 +115,43 @@ OUR_PLAN = [
     "blocks.*.mlp.down (2 modules): row",
     "head: vocabulary",
 ]
-FOUND = {  # a plan, a model, options, and what is cut
-    "mlp of three": ("auto", lambda: MLP([2] * 4), PLAIN, "0 column, 1 row, 2 column_gather"),
-    "one layer": ("auto", lambda: linears(2, 2), PLAIN, "0 column_gather"),
-    "softmax": ("auto", lambda: seq(nn.Linear(2, 2), nn.Softmax(-1)), PLAIN, "0 column_gather"),
+FOUND = {  # a plan, a model, and what is cut
+    "mlp of three": ("auto", lambda: MLP([2] * 4), "0 column, 1 row, 2 column_gather"),
+    "one layer": ("auto", lambda: linears(2, 2), "0 column_gather"),
+    "softmax": ("auto", lambda: seq(nn.Linear(2, 2), nn.Softmax(-1)), "0 column_gather"),
     "norm between": (
         "auto",
         lambda: seq(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 2)),
-        PLAIN,
         "0 column_gather, 2 column, 3 row",
     ),
     "dropout between": (
         "auto",
         lambda: seq(nn.Linear(2, 2), nn.Tanh(), nn.Dropout(0.5), nn.Linear(2, 2)),
-        PLAIN,
         "0 column_gather, 3 column_gather",
     ),
     "nested": (
         "auto",
         lambda: seq(seq(nn.Linear(2, 2), nn.ReLU()), seq(nn.Linear(2, 2))),
-        PLAIN,
         "0.0 column, 1.0 row",
     ),
     "an exact name": (
         {"*": "column_gather", "0": "column", "1": "row"},
         lambda: linears(2, 4, 2, 2),
-        PLAIN,
         "0 column, 1 row, 2 column_gather",
     ),
     # what the structure does not tell must not be guessed: such a layer stays whole
     "a linear layer with a forward of its own": (
         "auto",
         lambda: seq(Squashed(6, 8), *linears(8, 6, 8, 6)),
-        PLAIN,
         "1 column, 2 row, 3 column_gather",
     ),
-    "a layer that is used twice": ("auto", twice, PLAIN, "0 column_gather, 4 column_gather"),
-    "a hook": ("auto", hooked, PLAIN, "1 column, 2 row, 3 column_gather"),
+    "a layer that is used twice": ("auto", twice, "0 column_gather, 4 column_gather"),
+    "a hook": ("auto", hooked, "1 column, 2 row, 3 column_gather"),
 }
 
 
 def test_what_auto_finds_in_a_chain():
-    found = planned({name: case[:3] for name, case in FOUND.items()})
+    found = planned({name: case[:2] for name, case in FOUND.items()})
     for name, (*_, expected) in FOUND.items():
         lines, cut = found[name]
         layers, styles = zip(*(layer.split() for layer in expected.split(", ")))
@@ -169,18 +161,17 @@ def test_what_auto_finds_in_a_chain():
         assert {line.rpartition(": ")[2] for line in lines} == set(styles), name
 
 
-def test_auto_finds_the_plan_of_our_gpt():
+def test_auto_finds_the_plans_of_our_models():
+    positions = GPTConfig(vocabulary=8, context=8, layers=1, heads=2, width=8)
     found = planned(
         {
-            "cut": ("auto", gpt, {"loss_fn": CUT_HEAD}),
-            "untied": ("auto", partial(gpt, tied=False), {"loss_fn": CUT_HEAD, **IN_TIME}),
-            "whole head": ("auto", gpt, TEXT),
-            "by hand": (GPT_PLAN, gpt, {"loss_fn": CUT_HEAD}),
-            "as many positions as tokens": (
-                "auto",
-                lambda: GPT(GPTConfig(vocabulary=8, context=8, layers=1, heads=2, width=8)),
-                {"loss_fn": CUT_HEAD},
-            ),
+            "cut": ("auto", gpt, CUT_HEAD),
+            "untied": ("auto", partial(gpt, tied=False), CUT_HEAD),
+            "whole head": ("auto", gpt, next_token_loss),
+            "by hand": (GPT_PLAN, gpt, CUT_HEAD),
+            "as many positions as tokens": ("auto", lambda: GPT(positions), CUT_HEAD),
+            "llama": ("auto", our_llama, CUT_HEAD),
+            "llama by hand": (LLAMA_PLAN, our_llama, CUT_HEAD),
         }
     )
     assert found["cut"][0] == found["untied"][0] == OUR_PLAN
@@ -188,6 +179,9 @@ def test_auto_finds_the_plan_of_our_gpt():
     assert found["by hand"][0] == [line.replace("(heads=12)", "") for line in OUR_PLAN]
     positions = found["as many positions as tokens"][1]
     assert [layer for layer in positions if "embedding" in layer] == ["embedding.token"]
+    auto, by_hand = found["llama"][0], found["llama by hand"][0]
+    assert [re.sub(r"\(heads=\d\)$", "", line) for line in auto] == by_hand
+    assert len(by_hand) == 9 and sum("heads=4" in line for line in auto) == 2  # key and value
 
 
 # ── models that people bring: nanoGPT's and LLaMA's names, heads that the code counts ──
@@ -339,7 +333,7 @@ def text(step: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of_text(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def gpt2(**options) -> nn.Module:
@@ -385,165 +379,72 @@ BROUGHT = {  # a model, the plan, and what "auto" says
 
 
 def test_what_auto_cuts_in_them():
-    cases = {name: (plan, build, {}) for name, (build, plan, _) in BROUGHT.items()}
+    cases = {name: (plan, build) for name, (build, plan, _) in BROUGHT.items()}
     for name, (lines, _) in planned(cases).items():
         if (expected := BROUGHT[name][2]) is not None:
             lines = [line.removeprefix("h.*.").replace(" (2 modules)", "") for line in lines]
             assert lines == expected, name
-    (said,) = planned({"": ("auto", partial(llama, key_value_heads=2), {})}, 4).values()
-    assert "'h.0.attn.k_proj' has 2 heads, which 4 ranks cannot share equally" in said
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_they_equal_one_process(world_size):
-    cases = []
-    for name, (build, plan, _) in BROUGHT.items():
-        on_text = Task(build, loss_of_text, text)
-        task = Task(build, F.mse_loss, rows(4, 3)) if name == "layers on the model" else on_text
-        options = {"plan": plan, "verify": False}
-        if (name, world_size) != ("grouped queries", 4):
-            cases.append(Case(task, p101.TensorParallelTrainer, options=options))
-    run = p101.launch(
-        partial(unlike_one_process, steps=2), cases, world_size=world_size, backend="sim"
-    )
-    assert run.results == [[]] * world_size
+TASKS |= {
+    name: Task(build, F.mse_loss, rows(4, 3))
+    if name == "layers on the model"
+    else Task(build, loss_of_text, text)
+    for name, (build, _, _) in BROUGHT.items()
+}
 
 
-def in_words(build, plan, sequence_parallel):
-    """What a step raises, and its cause."""
-    options = {"plan": plan, "sequence_parallel": sequence_parallel}
-    loss = lambda y, t: F.cross_entropy(y.flatten(0, -2), t.flatten())  # noqa: E731
-    trainer = p101.TensorParallelTrainer(build(), loss, OPTIMIZERS["sgd"], **options)
-    with pytest.raises(p101.NotEqualError) as failed:
-        trainer.step(*text(0))
-    return str(failed.value), type(failed.value.__cause__)
+@pytest.mark.parametrize("n", [2, 4])
+def test_they_equal_one_process(n):
+    plans = {name: plan for name, (_, plan, _) in BROUGHT.items()}
+    if n == 4:
+        del plans["grouped queries"]
+    cases = [case(f"tp {n}", name, plan=plan) for name, plan in plans.items()]
+    run = p101.launch(unlike_one_process, cases, steps=2, world_size=n, backend="sim")
+    assert run.results == [[]] * n
 
+
+# ── plans that don't fit: the first step refuses them ──
 
 QKV = {f"*.{part}_proj": "column" for part in "qkv"} | {"*.o_proj": "row"}
 
 
-@pytest.mark.parametrize(
-    ("build", "plan", "sequence_parallel", "words"),
-    [
-        (gpt2, BY_HEADS, False, "ValueError was raised: not enough values to unpack"),
-        (llama, QKV, False, r"RuntimeError was raised: shape '\[4, 5, 4, 4\]' is invalid"),
-        (partial(llama, InOrder), "auto", True, r"RuntimeError was raised: shape '\["),
-    ],
-    ids=["the whole width", "all heads", "all times"],
-)
-def test_code_that_counts_features_of_the_whole_model_is_refused(
-    build, plan, sequence_parallel, words
-):
-    for message, cause in p101.launch(
-        in_words, build, plan, sequence_parallel, world_size=2, backend="sim"
-    ).results:
-        assert re.search("cut over 2 ranks " + words, message)
-        assert "write -1" in message
-        assert cause in (RuntimeError, ValueError)
-
-
-# what a cut layer gives or takes doesn't fit the layers around it: the first step refuses it
-CUT = {"0": "column", "2": "row"}
-LINEAR = nn.Linear(4, 4)
-UNFIT = {
-    "row first": ({"0": "row"}, linears(4, 4, 4)),
-    "row after row": ({"0": "column", "1": "row", "2": "row"}, linears(4, 4, 4, 4)),
-    "column at the end": ({"1": "column"}, linears(4, 4, 4)),
-    "column after column": ({"0": "column", "1": "column"}, linears(4, 4, 4)),
-    "norm between": (CUT, seq(LINEAR, nn.LayerNorm(4), nn.Linear(4, 4))),
-    "softmax between": (CUT, seq(LINEAR, nn.Softmax(-1), nn.Linear(4, 4))),
-    "row does not fit": ({"0": p101.column(parts=2), "1": "row"}, linears(4, 4, 4)),
-}
-
-
+CUT, LINEAR = {"0": "column", "2": "row"}, nn.Linear(4, 4)
 IN_TIME_CUT = {"0": "column", "1": "row", "3": "column", "4": "row"}
+X, OVER_TIME = torch.ones(6, 4).double(), torch.ones(4, 5, 2).double()
+CODE = r"cut over 2 ranks {} was raised: {}(.|\n)*write -1"  # that counts features of the whole
+UNFIT = [  # a plan, a model, a batch, and the words
+    (BY_HEADS, gpt2(), text(0), CODE.format("ValueError", "not enough values to unpack")),
+    (QKV, llama(), text(0), CODE.format("RuntimeError", r"shape '\[4, 5, 4, 4\]' is invalid")),
+    ({"0": "row"}, linears(4, 4, 4), X, ""),
+    ({"0": "column", "1": "row", "2": "row"}, linears(4, 4, 4, 4), X, ""),
+    ({"1": "column"}, linears(4, 4, 4), X, ""),
+    ({"0": "column", "1": "column"}, linears(4, 4, 4), X, ""),
+    (CUT, seq(LINEAR, nn.LayerNorm(4), nn.Linear(4, 4)), X, ""),
+    (CUT, seq(LINEAR, nn.Softmax(-1), nn.Linear(4, 4)), X, ""),
+    ({"0": p101.column(parts=2), "1": "row"}, linears(4, 4, 4), X, ""),
+]
+UNFIT_IN_TIME = [  # modules that need all times and get a rank's
+    ("auto", llama(InOrder), text(0), CODE.format("RuntimeError", r"shape '\[")),
+    (IN_TIME_CUT, seq(*linears(2, 2, 2), nn.LayerNorm((5, 2)), *linears(2, 2, 2)), OVER_TIME, ""),
+    ({"*.up": "column", "*.down": "row"}, gpt(), text(0), ""),
+]
 
 
-def refused(plan, model, batch, loss_fn=F.mse_loss, **options):
-    trainer = p101.TensorParallelTrainer(model, loss_fn, OPTIMIZERS["sgd"], plan=plan, **options)
-    with pytest.raises(p101.NotEqualError):
-        trainer.step(*batch)
+def refused(cases, **options):
+    for plan, model, batch, words in cases:
+        on_text = isinstance(batch, tuple)
+        trainer = on_mesh("tp 2")(
+            *(seeded(copy.deepcopy(model)), loss_of_text if on_text else F.mse_loss, sgd),
+            **{"plan": plan, "verify": True, **options},
+        )
+        with pytest.raises(p101.NotEqualError, match=words):
+            trainer.step(*(batch if on_text else (batch, batch)))
 
 
-def that_do_not_fit() -> None:
-    """The plans above, and modules that need all times and get a rank's."""
-    for plan, model in UNFIT.values():
-        refused(plan, seeded(copy.deepcopy(model)), rows(4, 4)(0))
-    over_time = seeded(seq(*linears(2, 2, 2), nn.LayerNorm((5, 2)), *linears(2, 2, 2)))
-    rows_in_time = torch.ones(4, 5, 2).double(), torch.ones(4, 5, 2).double()
-    refused(IN_TIME_CUT, over_time, rows_in_time, **IN_TIME)
-    refused({"*.up": "column", "*.down": "row"}, gpt(), text(0), next_token_loss, **IN_TIME)
-
-
-def test_a_plan_that_does_not_fit_the_layers_around_is_refused_in_the_first_step():
-    p101.launch(that_do_not_fit, world_size=2, backend="sim")
-
-
-# ── refused ──
-
-
-def tied_chain():
-    model = linears(4, 4, 4)
-    model[1].weight = model[0].weight
-    return model
-
-
-ATTENTION = {"*.query": "column", "*.key": "column", "*.value": "column", "*.out": "row"}
-FOUR_HEADS, HEAD = partial(gpt, heads=4), {"head": "vocabulary", "embedding.token": "vocabulary"}
-TWO, THREE = lambda: linears(4, 4, 4), lambda: linears(4, 4, 4, 4)
-REFUSED = {  # on 3 ranks: a plan, a model, and the words
-    "no match": ({"blocks.*.mlp.upp": "column"}, gpt, r"'blocks\.\*\.mlp\.upp' matches no module"),
-    "wrong kind": ({"*.mlp_norm": "column"}, gpt, "'column', but it is a LayerNorm: expected"),
-    "a container": ({"blocks.0": "column"}, gpt, "'column', but it is a Block"),
-    "only containers": ({"blocks.*.mlp": "column"}, gpt, "matches no layer with a weight"),
-    "vocabulary of a norm": ({"norm": "vocabulary"}, gpt, "expected an nn.Embedding or the"),
-    "unknown style": ({"head": "colum"}, gpt, "the style 'colum': expected one of 'column'"),
-    "two styles": ({"*.up": "column", "*.mlp.up": "row"}, gpt, r"'\*\.up' gives .*mlp\.up'"),
-    "empty": ({}, gpt, "cuts nothing"),
-    "not a plan": ("autos", gpt, "plan='autos'"),
-    "heads": (ATTENTION, FOUR_HEADS, r"'blocks\.0\.attention\.query' has 4 heads, which 3"),
-    "heads, auto": ("auto", FOUR_HEADS, "has 4 heads, which 3 ranks"),
-    "no such attribute": (
-        {f"*.{part}_proj": p101.column(heads="training") for part in "qkv"} | {"*.o_proj": "row"},
-        llama,
-        "LlamaAttention around it has no attribute 'training' that is a whole number",
-    ),
-    "heads that don't fit": ({"0": p101.column(heads=3), "1": "row"}, TWO, "into 3 equal heads"),
-    "parts that don't fit": ({"0": p101.column(parts=3), "1": "row"}, TWO, "into 3 equal parts"),
-    "tied, one cut": (
-        {"0": "column", "1": "row"},
-        tied_chain,
-        "'0.weight' and '1.weight' are tied",
-    ),
-    "multi-head attention": (
-        {"*.out_proj": "row"},
-        lambda: nn.TransformerEncoderLayer(4, 2),
-        "reads the weights of this layer itself",
-    ),
-    "nothing found": ("auto", lambda: nn.Conv1d(1, 1, 1), "found nothing to cut in Conv1d"),
-    "tied, embedding only": ({"embedding.token": "vocabulary"}, gpt, "'head.weight' are tied"),
-    "cut head, other loss": (HEAD, gpt, "loss_fn must be p101.vocabulary_cross_entropy"),
-}
-WITH_CUT_HEAD = {
-    "whole head": ({"*.up": "column", "*.down": "row"}, gpt, "the plan cuts no head"),
-    "auto without a head": ("auto", lambda: seq(nn.Linear(4, 4), nn.ReLU()), "cuts no head"),
-    "tied, head only": ({"head": "vocabulary"}, gpt, "'head.weight' are tied"),
-}
-WITH_TIME_CUT = {
-    "unknown order": ({"up": "column", "down": "row"}, OnTheModel, "the modules of OnTheModel"),
-}
-
-
-def test_a_plan_that_does_not_fit_is_refused_with_the_name_and_the_reason():
-    for table, options in (
-        (REFUSED, {}),
-        (WITH_CUT_HEAD, {"loss_fn": CUT_HEAD}),
-        (WITH_TIME_CUT, IN_TIME),
-    ):
-        cases = {name: (plan, build, options) for name, (plan, build, _) in table.items()}
-        for name, said in planned(cases, world_size=3).items():
-            assert isinstance(said, str), name
-            assert re.search(table[name][2], said), said
+def test_a_plan_that_does_not_fit_the_code_or_the_layers_around_is_refused():
+    p101.launch(refused, UNFIT, world_size=2, backend="sim")
+    p101.launch(refused, UNFIT_IN_TIME, sequence_parallel=True, world_size=2, backend="sim")
 
 
 @pytest.mark.parametrize("options", [{"parts": 0}, {"heads": 2.0}, {"heads": True}], ids=str)
