@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-# torch has no public name for it; tests/trainers/test_unusual_models.py needs it
+# torch has no public name for it; the LSTM in tests/trainers/models.py needs it
 from torch.utils._pytree import tree_leaves
 
 from parallel101.collectives import all_gather, reduce_scatter

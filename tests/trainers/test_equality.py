@@ -81,7 +81,6 @@ def scheduled(task, n):
 
 CASES = {
     "data": [
-        *along_dp("sometimes", 1),
         *along_dp("mlp, sometimes", 2),
         *along_dp("tied gpt", 3),
         *along_dp("sometimes", 4),

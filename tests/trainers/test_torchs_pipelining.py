@@ -21,8 +21,9 @@ from torch.nn.functional import mse_loss
 import parallel101 as p101
 from tests.trainers.cases import (
     CLOSE,
-    Case,
+    TASKS,
     Task,
+    case,
     differing,
     one_process,
     randn,
@@ -44,7 +45,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return randn(step, SAMPLES, WIDTH), randn(100 + step, SAMPLES, WIDTH)
 
 
-TASK = Task(model, mse_loss, batch)
+TASKS["eight layers"] = TASK = Task(model, mse_loss, batch)
 STEPS = 2
 
 
@@ -119,11 +120,13 @@ def torchs_lists() -> dict[int, dict[str, str]]:
 
 def run_lists(lists: dict[str, str]) -> list[str]:
     """Where the trainer differs from one process."""
-    several = [
-        {"schedule": p101.Schedule.from_csv(text), "verify": False} for text in lists.values()
-    ]
-    cases = [Case(TASK, p101.PipelineTrainer, "sgd", None, options) for options in several]
-    return unlike_one_process(cases, steps=STEPS)
+    return unlike_one_process(
+        [
+            case(f"pp {dist.get_world_size()}", "eight layers", "sgd", None, schedule=schedule)
+            for schedule in map(p101.Schedule.from_csv, lists.values())
+        ],
+        steps=STEPS,
+    )
 
 
 @pytest.mark.parametrize(
