@@ -72,7 +72,7 @@ class Options:
     gradient_dtype: torch.dtype | None = None
     sync: bool = False
     sync_batch_norm: bool = False
-    verify: bool = True
+    verify: bool | int = True
 
     def __post_init__(self) -> None:
         nbytes, clip, dtype = self.bucket_bytes, self.clip_norm, self.autocast
@@ -88,6 +88,8 @@ class Options:
         expect("autocast", dtype, right, "a floating-point dtype such as torch.bfloat16, or None")
         ways = f"one of {', '.join(map(repr, CONTEXTS))}"
         expect("context", self.context, self.context in CONTEXTS, ways)
+        right = isinstance(self.verify, int) and self.verify >= 0
+        expect("verify", self.verify, right, "True, False, or how many steps to compare")
         right = self.sequence_parallel or not self.regather
         expect("regather", self.regather, right, "sequence_parallel=True too, which gathers inputs")
 

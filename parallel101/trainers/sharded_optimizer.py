@@ -40,7 +40,8 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> O
     if not isinstance(built, Optimizer):
         raise TypeError(f"optimizer returned a {type(built).__name__}: {hint}")
     try:
-        inspect.signature(built.step).bind()
+        # the class's, since a scheduler that was attached wraps the object's
+        inspect.signature(type(built).step).bind(built)
     except TypeError as error:  #  LBFGS wants a function that computes the loss again
         raise ValueError(
             f"trainers call {type(built).__name__}.step() without arguments, and that fails: "

@@ -322,7 +322,7 @@ def too_large(limit):
     [
         (
             500,
-            "not verified: a comparison with one process would take 1.56 kB on rank 0, more than",
+            "not verified: a comparison with one process would take 1.68 kB on rank 0, more than",
         ),
         (1900, "verified with 1 sample a rank only: all activations of one process would take"),
     ],

@@ -17,10 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel101.trainers.options import Trainer
 from parallel101.trainers.verify.snapshot import seed_all
 
 
@@ -65,13 +65,12 @@ def chance_of(func: Any) -> tuple[str, int | None] | None:
 
 
 @contextmanager
-def deterministic(model: nn.Module, called: Sequence[nn.Module]) -> Iterator[None]:
+def deterministic(trainer: Trainer) -> Iterator[None]:
     """Let the model draw no random numbers of torch inside, and in each forward the same ones of
     Python and NumPy.
-
-    Args:
-        called: the modules in whose forward those begin: the model, or the parts of a pipeline.
     """
+    model = trainer.model
+    called = getattr(trainer.runner, "parts", {0: model}).values()
     compiled = any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()

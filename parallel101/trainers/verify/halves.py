@@ -18,7 +18,6 @@ from torch import Tensor
 from parallel101.trainers.batches import Batch, map_tensors, split, tensors_of
 from parallel101.trainers.losses import loss_and_weight
 from parallel101.trainers.options import LossFn
-from parallel101.trainers.verify.one_process import WholeModel
 
 EXACT = 1e-9  # relative; rounding in float64 is less
 
@@ -86,19 +85,19 @@ def mean_loss(
 
 @torch.no_grad()
 def problem_of_model(
-    whole: WholeModel, inputs: Batch, outputs: Any, bound: float, repeated: bool
+    outputs_of: Callable[[Batch], Any], inputs: Batch, outputs: Any, bound: float, repeated: bool
 ) -> str:
     """Return what is wrong with cutting the model's inputs along the samples; "" if nothing is.
 
     Args:
-        whole: made whole.
+        outputs_of: computes the model's outputs.
         outputs: of these inputs.
         bound: how much of the largest output may be rounding.
         repeated: whether a step has several forwards.
     """
     samples = len(tensors_of(inputs)[0])
     sizes = two_parts(samples)[0] if samples > 1 else [samples]
-    if repeated and differ(tensors_of(whole.outputs(inputs)), tensors_of(outputs), bound):
+    if repeated and differ(tensors_of(outputs_of(inputs)), tensors_of(outputs), bound):
         return (
             "The model's outputs for the same samples change from one forward to the next, as "
             "spectral_norm's do in training, and here it has several forwards in a step. Use fewer "
@@ -107,7 +106,7 @@ def problem_of_model(
     if samples < 2:
         return ""
     try:
-        parts = [whole.outputs(part) for part in split(inputs, sizes)]
+        parts = [outputs_of(part) for part in split(inputs, sizes)]
     except Exception as error:
         how = f"it can't compute some of them alone ({type(error).__name__}: {error})"
     else:

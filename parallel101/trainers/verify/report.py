@@ -1,4 +1,4 @@
-"""The report of a comparison with one process: a table, and the error that carries it."""
+"""The words of a comparison with one process: a table, and the error that carries it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-STEPS = 3
 SHOWN = 5  # names of a kind
 KINDS = ("loss", "norm", "gradient", "buffer", "update", "evaluate")
 
@@ -18,7 +17,7 @@ class Row(NamedTuple):
 
     what: str  # one of KINDS
     name: str  # of the parameter or buffer
-    step: int  # 1, 2 or 3
+    step: int  # 1, 2, …
     difference: float
     ratio: float
 
@@ -50,16 +49,15 @@ class Report:
         return bool(self.rows) and all(row.ratio <= 1 for row in self.rows)
 
     @property
-    def first(self) -> Row | None:
-        """The row of the first difference: by step, then by kind, then the largest."""
-        wrong = [row for row in self.rows if row.ratio > 1]
-        order = lambda row: (row.step, KINDS.index(row.what), -row.ratio)  # noqa: E731
-        return min(wrong, key=order, default=None)
+    def wrong(self) -> list[Row]:
+        """The rows that exceed their bounds, by step, then by kind, then the largest."""
+        rows = [row for row in self.rows if row.ratio > 1]
+        return sorted(rows, key=lambda row: (row.step, KINDS.index(row.what), -row.ratio))
 
     def __str__(self) -> str:
         if self.reason:
             return f"not verified: {self.reason}"
-        steps = range(1, STEPS + 1)
+        steps = sorted({row.step for row in self.rows})
         lines = [("largest differences", *(f"step {i}" for i in steps), "of the bound")]
         names: dict[tuple[str, str], dict[int, Row]] = {}
         for row in self.rows:
@@ -91,26 +89,55 @@ class NotEqualError(ValueError):
     with it. `report` has all comparisons.
     """
 
-    def __init__(self, message: str, report: Report):
-        super().__init__(message, report)
+    def __init__(self, report: Report):
+        super().__init__(report)
         self.report = report
 
     def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def refusal(report: Report) -> str:
-    """Return the message of a NotEqualError."""
-    first, what = report.first, ""
-    if first is not None:
-        more = sum(row.ratio > 1 for row in report.rows) - 1
-        what = (
-            f": the {first.what}{f' of {first.name!r}' if first.name else ''} differs by "
-            f"{first.difference:.2g} in step {first.step}"
-            f"{f', and {more} other comparisons fail' if more else ''}"
+        what, wrong = "", self.report.wrong
+        if wrong:
+            first = wrong[0]
+            what = (
+                f": the {first.what}{f' of {first.name!r}' if first.name else ''} differs by "
+                f"{first.difference:.2g} in step {first.step}"
+                f"{f', and {len(wrong) - 1} other comparisons fail' if len(wrong) > 1 else ''}"
+            )
+        return (
+            f"this layout does not compute what one process does{what}.\n{self.report.cause}\n"
+            "No weight was changed. The error's .report is a table; verify=False trains without "
+            "this comparison"
         )
-    return (
-        f"this layout does not compute what one process does{what}.\n{report.cause}\n"
-        "No weight was changed. The error's .report is a table; verify=False trains without "
-        "this comparison"
-    )
+
+
+NOT_ELEMENTWISE = (
+    "From equal gradients the optimizer makes other weights: it does not update each element on "
+    "its own, but looks at whole matrices or their norms, of which a rank has pieces, or it draws "
+    "random numbers. Use SGD, Adam, AdamW or another elementwise optimizer, or "
+    "DataParallelTrainer, where each rank has whole matrices."
+)
+OF_KERAS = (
+    "a Keras model has weights and layers of its own besides torch's. parallel101.keras compares "
+    "what it trains; here, compare the losses of a few steps with those of one rank"
+)
+HINTS = {
+    "cp": (
+        "Along cp a rank has some positions of each sequence. Code that looks at other positions "
+        "must call torch's scaled_dot_product_attention itself (the calls of "
+        "nn.MultiheadAttention aren't seen). What counts positions (an embedding, a router's "
+        "balance or capacity) must not count those of one rank alone: the model's forward must "
+        "take `positions`, (batch, time) whole numbers. A loss must be a mean over all positions; "
+        "if some don't count, return (sum of losses, their number)."
+    ),
+    "tp": (
+        "Along tp a rank has some features between a column and a row layer: code there must act "
+        "on each feature (or head) alone. Where it counts those of the whole model, write -1, or "
+        'give the plan the attribute that counts heads: p101.column(heads="num_heads"). With '
+        "sequence_parallel, every module between the cut layers must act on each position alone. "
+        "Leave the layers out of the plan, or make them 'column_gather'. Hooks on a weight that is "
+        "cut are lost, and loss_fn sees only a part of it."
+    ),
+    "pp": (
+        "Along pp a rank calls some modules of .sequence(), and not the model's forward: look for "
+        "what forward does between them, for hooks on the model, and for weights in loss_fn."
+    ),
+}

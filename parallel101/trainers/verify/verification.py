@@ -11,7 +11,8 @@ import ctypes
 import math
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -23,20 +24,17 @@ from parallel101.trainers.batches import Batch
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses, check_shares
 from parallel101.trainers.memory import readable
-from parallel101.trainers.options import LossFn, Trainer, loss_over
+from parallel101.trainers.options import LossFn, Options, Trainer
 from parallel101.trainers.verify.compare import Comparison
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import problem_of_loss
 from parallel101.trainers.verify.one_process import WholeModel
-from parallel101.trainers.verify.report import NotEqualError, Report, refusal
+from parallel101.trainers.verify.report import OF_KERAS, NotEqualError, Report
 from parallel101.trainers.verify.snapshot import Snapshot
 
 # of the first rank, for all that it holds at once; None: half of what is free
 MOST_BYTES: int | None = None
-OF_KERAS = (
-    "a Keras model has weights and layers of its own besides torch's. parallel101.keras compares "
-    "what it trains; here, compare the losses of a few steps with those of one rank"
-)
+STEPS = 3  # that verify=True compares
 
 
 class Verification:
@@ -44,26 +42,28 @@ class Verification:
 
     Args:
         trainer: that is being built; its model is not cut yet.
-        model, loss_fn: as the user gave them.
-        asked: whether it is to be equal to one process.
+        model, loss_fn, options: as the user gave them.
 
     Attributes:
         due: whether the comparison is still to be made.
         whole: the model before it was cut, on the first rank.
-        always: whether the loss is checked in the next step, whatever its number.
+        steps: how many are compared.
+        problem: what was wrong with the loss when it was last checked, on any rank.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, asked: bool):
-        self.trainer, self.asked, self.loss_fn = trainer, asked, loss_fn
+    def __init__(
+        self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, options: Options
+    ):
+        self.trainer, self.loss_fn, self.asked = trainer, loss_fn, bool(options.verify)
+        self.steps = STEPS if options.verify is True else options.verify
         self.whole: WholeModel | None = None
         self.due = False
-        self.always, self.loss_checks = False, 0
+        self.always, self.loss_checks, self.problem = False, 0, ""
         self.losses: Losses | None = None  # of a step whose loss is checked
-        self.comparable = asked and trainer.device.type != "meta"
+        self.comparable = self.asked and trainer.device.type != "meta"
         self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
         if self.comparable and trainer.position == 0 and not self.is_keras:
-            alone = loss_over(trainer.axes.along([]), loss_fn)
-            self.whole = WholeModel(model, alone, trainer.precision)
+            self.whole = WholeModel(model, loss_fn, options)
 
     def note_cut(self) -> None:
         """Note that the trainer is built and its model cut."""
@@ -104,8 +104,7 @@ class Verification:
             with unrecorded():
                 self.trainer.agree.numbers(0.0)
                 if words := self.check_loss():
-                    report = Report(cause=words)
-                    raise NotEqualError(refusal(report), report)
+                    raise NotEqualError(Report(cause=words))
         if self.comparable and self.checks_again():
             with unrecorded():
                 compare_copies(self.trainer)
@@ -115,16 +114,26 @@ class Verification:
         step = self.trainer.steps + 1
         return step > 1 and step & (step - 1) == 0
 
+    @contextmanager
+    def checking_loss(self) -> Iterator[None]:
+        """Check the loss of a step inside, whatever its number, and note the problem."""
+        self.always = True
+        try:
+            yield
+        finally:
+            self.always = False
+        self.problem = self.check_loss() or self.problem
+
     def check_loss(self) -> str:
         """Return what is wrong with the loss of the kept outputs on any rank, or "". Collective."""
         if self.losses is None:
             return ""
         trainer, kept, words = self.trainer, self.losses.kept, ""
-        self.losses, snapshot = None, self.snapshot_of_loss()
+        self.losses, snapshot = None, self.loss_snapshot()
         try:
             if kept is not None:
                 eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
-                with deterministic(trainer.model, []):
+                with deterministic(trainer):
                     words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
         finally:
             snapshot.restore()
@@ -132,7 +141,7 @@ class Verification:
             return ""
         return next(filter(None, trainer.agree.objects(words)))
 
-    def snapshot_of_loss(self) -> Snapshot:
+    def loss_snapshot(self) -> Snapshot:
         """Return a Snapshot of everything that a call of loss_fn can change."""
         return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
 
@@ -160,15 +169,15 @@ class Verification:
         Args:
             room: for activations on the first rank, in bytes.
         """
-        trainer = self.trainer
+        trainer, self.problem = self.trainer, ""
         snapshot = Snapshot(trainer, self.loss_fn, self.whole, skip=(self,))
         try:
             report = Comparison(self, (inputs, targets), snapshot, room).run()
         finally:
             snapshot.restore()
         trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
-        if report.cause or any(row.ratio > 1 for row in report.rows):
-            raise NotEqualError(refusal(report), report)
+        if report.cause or report.wrong:
+            raise NotEqualError(report)
         return report
 
     def settle(self) -> None:
@@ -188,9 +197,9 @@ class Verification:
             for name, entry in trainer.layout.entries.items()
         }
         trained = sum(nbytes[name] for name in trainer.trained)
-        # A snapshot, whole weights, and copies of them; gradients and weights after each of three
-        # steps; Adam's state.
-        needed = 4 * sum(nbytes.values()) + 9 * trained
+        # A snapshot, whole weights, and copies of them; gradients and weights after each step;
+        # weights after the optimizer's own; Adam's state.
+        needed = 4 * sum(nbytes.values()) + (2 * self.steps + 4) * trained
         free = free_bytes(trainer.device) / 2 if MOST_BYTES is None else MOST_BYTES
         (limit, *_) = trainer.agree.numbers(free)[0]
         if needed <= limit:
