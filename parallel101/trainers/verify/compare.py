@@ -299,7 +299,7 @@ def training(
     for _ in range(MORE):
         for p in trainer.owned.values():
             if p.grad is not None:
-                p.grad *= -1.1
+                p.grad = -1.1 * p.grad.to(p.dtype)  # of a master weight it is rounded
         update(trainer, seeds)
     yield steps + MORE, weights(trainer)
 
@@ -331,7 +331,8 @@ def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
             g, p.grad = numbers[key], None
             if g is not None:
                 p.grad = trainer.layout.cut(name, g).to(p.grad_dtype or p.dtype, copy=True)
-    trainer.gradient_sync.publish()
+    if any(key.startswith("update ") for key in numbers):
+        trainer.gradient_sync.publish()
 
 
 def update(trainer: Trainer, seeds: Sequence[int]) -> None:
