@@ -508,6 +508,21 @@ def shampoo(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
             p.grad = left[1] @ (left[0].pow(-0.25).unsqueeze(1) * (left[1].t() @ p.grad))
 
 
+def sometimes(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
+    """Each fifth update has the norm 1, and later all."""
+    for p in parameters:
+        p.grad /= p.grad.norm() if optimizer.count % 5 == 0 or optimizer.count > 12 else 1
+
+
+def lookahead(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
+    """Each fifth time it goes half of the way back. It acts on each element alone."""
+    for p in parameters:
+        slow = vars(optimizer).setdefault("slow", {}).setdefault(p, p.clone())
+        if optimizer.count % 5 == 0:
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
 def matrices() -> nn.Sequential:
     layers = (
         nn.Linear(6, 8, bias=False),
@@ -530,6 +545,7 @@ REFUSED: dict[str, Optimizer] = {
     "Shampoo": partial(Coupled, change=shampoo),
     "StableAdamW": partial(Coupled, change=stable),
     "LAMB, clamped": partial(Coupled, change=lamb),
+    "normalized each fifth time": partial(Coupled, change=sometimes),
 }
 OF_ALL: dict[str, Optimizer] = {
     "one rate for all": partial(Coupled, change=adapted),
@@ -542,6 +558,8 @@ ELEMENTWISE: dict[str, Optimizer] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
     "one's own": Own,
+    "Lookahead": partial(Coupled, change=lookahead),
+    "with a scheduler": lambda p: torch.optim.lr_scheduler.StepLR(adamw(p), 2).optimizer,
 }
 OPTIMIZERS = {
     "decay of matrices": Program(
@@ -1030,6 +1048,54 @@ def refused_later() -> int:
 
 def test_a_loss_that_is_no_mean_only_later_is_refused_in_a_later_step():
     assert p101.launch(refused_later, world_size=2, backend="sim").results == [4, 4]
+
+
+class Late(nn.Module):
+    """From its sixth forward on, it mixes samples."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return x if self.forwards < 6 else x - x.mean(0)
+
+
+def test_what_changes_later_is_found_in_as_many_steps():
+    def train(steps: int) -> bool:
+        trainer = p101.DataParallelTrainer(chain(Late()), F.mse_loss, adamw, verify=steps)
+        try:
+            return trainer.verify(*trainer.share(ROWS)).equal
+        except p101.NotEqualError as error:
+            return error.report.wrong[0].step != 6
+
+    found = p101.launch(lambda: [train(3), train(6)], world_size=2, backend="sim").results
+    assert found == [[True, False]] * 2
+
+
+def test_a_hook_that_reads_a_cut_weight_is_refused_with_its_line():
+    def train() -> str:
+        model = chain()
+        model.average = torch.zeros(8, 6, dtype=torch.float64)
+        trainer = p101.TensorParallelTrainer(model, F.mse_loss, adamw, plan=PLAN)
+        model[0].register_forward_hook(lambda m, *_: model.average.lerp_(m.weight.detach(), 0.1))
+        with pytest.raises(p101.NotEqualError, match="a moving average") as refused:
+            trainer.step(*ROWS)
+        return str(refused.value)
+
+    (words,) = set(p101.launch(train, world_size=2, backend="sim").results)
+    assert "of test_verify_catalogue.py: `model[0].register_forward_hook(lambda m" in words
+
+
+def test_a_model_that_returns_something_else_in_evaluation_is_trained(capfd):
+    def train() -> bool:
+        model = chain(Function(lambda x: x if model.training else {"boxes": x}))
+        model.append(model.pop(3)), model.append(model.pop(3))
+        trainer = p101.DataParallelTrainer(model, F.mse_loss, adamw)
+        trainer.step(*trainer.share(ROWS))
+        return trainer.verify(*trainer.share(ROWS)).equal
+
+    assert p101.launch(train, world_size=2, backend="sim").results == [True, True]
+    assert "evaluation isn't compared: in one process it raises" in capfd.readouterr().out
 
 
 def drifted() -> int:

@@ -16,12 +16,16 @@ Each rank finds how far its numbers are off, and the first rank judges (toleranc
 from __future__ import annotations
 
 import itertools
+import linecache
 import math
 import random
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +51,7 @@ from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import Values, WholeModel
 from parallel101.trainers.verify.report import HINTS, NOT_ELEMENTWISE, NotEqualError, Report, Row
-from parallel101.trainers.verify.snapshot import Snapshot, seed_all
+from parallel101.trainers.verify.snapshot import Snapshot, is_users, seed_all
 from parallel101.trainers.verify.tolerance import (
     SAFETY,
     Differences,
@@ -118,7 +122,8 @@ class Comparison:
                 raise
             words = (
                 f"One process can compute this batch, and with the layers cut over {tp} ranks "
-                f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. {HINTS['tp']}"
+                f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. "
+                f"{place_of(error)}{HINTS['tp']}"
             )
             raise NotEqualError(Report(cause=words)) from error
         of_ranks = agree.objects([(*key, far) for key, far in found.items()])
@@ -346,6 +351,7 @@ def update(trainer: Trainer, seeds: Sequence[int]) -> None:
             raise
         for p in trainer.owned.values():
             p.data.fill_(torch.nan)
+    trainer.gradient_sync.publish()
 
 
 def seeds_of_noise(trainer: Trainer) -> list[int]:
@@ -399,6 +405,20 @@ def bytes_of_a_sample(trainer: Trainer, inputs: Batch) -> float:
 
 def power_of_two(wanted: float) -> float:
     return 2.0 ** max(0, min(40, round(math.log2(wanted))))
+
+
+def place_of(error: Exception) -> str:
+    """Return the line of the user's program that raised it, in words; "" if it is none's."""
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_users(SimpleNamespace(__module__=frame.f_globals.get("__name__")))
+    ]
+    if not places:
+        return ""
+    path, line = places[-1]
+    code = linecache.getline(path, line).strip()
+    return f"It comes from line {line} of {Path(path).name}: `{code}`. "
 
 
 def messages_of_its_own(model: nn.Module) -> str:

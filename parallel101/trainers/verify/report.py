@@ -134,7 +134,8 @@ HINTS = {
         'give the plan the attribute that counts heads: p101.column(heads="num_heads"). With '
         "sequence_parallel, every module between the cut layers must act on each position alone. "
         "Leave the layers out of the plan, or make them 'column_gather'. Hooks on a weight that is "
-        "cut are lost, and loss_fn sees only a part of it."
+        "cut are lost, and what reads it (loss_fn, a module's hook, a moving average) sees only a "
+        "part of it: use trainer.state_dict() between the steps."
     ),
     "pp": (
         "Along pp a rank calls some modules of .sequence(), and not the model's forward: look for "
