@@ -1077,13 +1077,17 @@ def test_a_hook_that_reads_a_cut_weight_is_refused_with_its_line():
         model = chain()
         model.average = torch.zeros(8, 6, dtype=torch.float64)
         trainer = p101.TensorParallelTrainer(model, F.mse_loss, adamw, plan=PLAN)
-        model[0].register_forward_hook(lambda m, *_: model.average.lerp_(m.weight.detach(), 0.1))
+
+        def average(module: nn.Module, *_: object) -> None:
+            model.average.lerp_(module.weight.detach(), 0.1)
+
+        model[0].register_forward_hook(average)
         with pytest.raises(p101.NotEqualError, match="a moving average") as refused:
             trainer.step(*ROWS)
         return str(refused.value)
 
     (words,) = set(p101.launch(train, world_size=2, backend="sim").results)
-    assert "of test_verify_catalogue.py: `model[0].register_forward_hook(lambda m" in words
+    assert "of test_verify_catalogue.py: `model.average.lerp_(module.weight.detach()" in words
 
 
 def test_a_model_that_returns_something_else_in_evaluation_is_trained(capfd):
