@@ -7,7 +7,7 @@ trainer()         the same modules have it again: model, loss_fn and hooks find 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -30,10 +30,17 @@ class WholeModel:
         model: on the first rank.
         loss_fn: as the user gave it.
         options: of the layout.
+        build: HybridTrainer.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, options: Options):
-        self.model, self.loss_fn, self.options = model, loss_fn, options
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        options: Options,
+        build: Callable[..., Trainer],
+    ):
+        self.model, self.loss_fn, self.options, self.build = model, loss_fn, options, build
         self.before = {module: noted(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
         kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
@@ -79,7 +86,6 @@ class WholeModel:
             values: parameters and buffers, by name; of mixed precision, the master weights.
             state: the optimizer's whole state and groups, as `ShardedOptimizer.state` gives them.
         """
-        from parallel101.trainers.hybrid import HybridTrainer  # which has this verification
 
         def optimizer(parameters: list[nn.Parameter]) -> Any:
             whole = dict(zip(names, parameters))
@@ -103,7 +109,7 @@ class WholeModel:
             gradient_dtype=given.gradient_dtype,
             verify=False,
         )
-        return HybridTrainer(self.model, self.loss_fn, optimizer, mesh=alone, **vars(options))
+        return self.build(self.model, self.loss_fn, optimizer, mesh=alone, **vars(options))
 
 
 def in_turn(modules: nn.Module, *inputs: Any, **named: Any) -> Any:

@@ -11,7 +11,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -43,6 +43,7 @@ class Verification:
     Args:
         trainer: that is being built; its model is not cut yet.
         model, loss_fn, options: as the user gave them.
+        build: HybridTrainer, for the trainer of one process.
 
     Attributes:
         due: whether the comparison is still to be made.
@@ -52,7 +53,12 @@ class Verification:
     """
 
     def __init__(
-        self, trainer: Trainer, model: nn.Module, loss_fn: LossFn | None, options: Options
+        self,
+        trainer: Trainer,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        options: Options,
+        build: Callable[..., Trainer],
     ):
         self.trainer, self.loss_fn, self.asked = trainer, loss_fn, bool(options.verify)
         self.steps = STEPS if options.verify is True else options.verify
@@ -63,7 +69,7 @@ class Verification:
         self.comparable = self.asked and trainer.device.type != "meta"
         self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
         if self.comparable and trainer.position == 0 and not self.is_keras:
-            self.whole = WholeModel(model, loss_fn, options)
+            self.whole = WholeModel(model, loss_fn, options, build)
 
     def note_cut(self) -> None:
         """Note that the trainer is built and its model cut."""
