@@ -26,7 +26,6 @@ from parallel101.trainers.batches import Batch, call, cast, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
 from parallel101.trainers.losses import Losses, agree_on_loss, check_shares
 from parallel101.trainers.options import Trainer
-from parallel101.trainers.schedules.actions import Action
 
 
 def step(trainer: Trainer, inputs: Batch, targets: Batch = None) -> float:
@@ -118,20 +117,23 @@ class Accumulation:
     ):
         self.model, self.sync, self.microbatches = model, sync, microbatches
         self.autocast, self.always = autocast, always  # without samples, too: others send some here
-        self.actions = [Action(0, kind, i) for i in range(microbatches) for kind in "FB"]
+        # (stage, kind, microbatch), as an Action begins; a pipeline's files aren't loaded
+        self.actions = [(0, kind, i) for i in range(microbatches) for kind in "FB"]
         self.loss: Tensor | None = None  # of the microbatch whose backward follows
 
     def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
         sizes = split_sizes(count_samples(inputs), self.microbatches)
         batches = list(zip(split(inputs, sizes), split(targets, sizes)))
         for action in self.actions:
-            name = "forward" if action.kind == "F" else "backward"
-            with span(name, microbatch=action.microbatch):
-                self.perform(action, *batches[action.microbatch], losses)
+            _, kind, i = action
+            with span("forward" if kind == "F" else "backward", microbatch=i):
+                self.perform(action, *batches[i], losses)
 
-    def perform(self, action: Action, inputs: Batch, targets: Batch, losses: Losses) -> None:
+    def perform(
+        self, action: tuple[int, str, int], inputs: Batch, targets: Batch, losses: Losses
+    ) -> None:
         """Carry out the forward or the backward of a microbatch."""
-        if action.kind == "F":
+        if action[1] == "F":
             self.loss = self.forward(inputs, targets, losses)
         else:
             self.backward(last=action == self.actions[-1])

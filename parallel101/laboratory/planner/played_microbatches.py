@@ -298,14 +298,16 @@ def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
     """Let the trainer run only some of its microbatches for real from now on."""
     runner: Any = trainer.runner
     first, last = (3, 2) if trainer.data.options.zero_stage >= 2 else (2, 1)
-    recorder = TapeRecorder(rank, gpu, *real_microbatches(runner.actions, first, last))
+    actions = [Action(*action) for action in runner.actions]
+    recorder = TapeRecorder(rank, gpu, *real_microbatches(actions, first, last))
     run, perform = runner.run, runner.perform
 
     def listen(inputs: Batch, targets: Batch, losses: Losses) -> None:
         with recorder.listening(losses):
             run(inputs, targets, losses)
 
-    def perform_or_play(action: Action, *batch: Any) -> None:
+    def perform_or_play(action: Any, *batch: Any) -> None:
+        action = Action(*action)
         sends = Action(action.stage, SENT.get(action.kind, ""), action.microbatch)
         if recorder.is_real(action):
             tape = recorder.record(action, partial(perform, action, *batch))

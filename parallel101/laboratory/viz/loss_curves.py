@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from parallel101.laboratory.record.ipython import in_notebook
 from parallel101.laboratory.record.units import round_step
-from parallel101.laboratory.viz.plots import Axis, Curve, draw_plot
+from parallel101.laboratory.viz.plots import Curve, Scale, draw_plot
 from parallel101.laboratory.viz.scene import Scene, data_uri
 
 INTERVAL = 0.25  # seconds between two drawings
@@ -81,13 +81,13 @@ def loss_scene(
     high = max(loss for _, loss in everything) * 1.05 or 1.0
     tick = round_step(high, 6)
     heights = [(k * tick, f"{k * tick:.6g}") for k in range(int(high / tick) + 1)]
-    across = Axis(0.0, last, False, [(0.0, "0"), (last, f"step {last:g}")])
+    across = Scale(0.0, last, False, [(0.0, "0"), (last, f"step {last:g}")])
     drawn = []
     for dashes, (name, line) in zip(DASHES, lines.items()):
         shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
         drawn.append(Curve(name, shown, shown[-1:], dashes=dashes, value=f"{line[-1][1]:.4f}"))
     words = (f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items())
-    axes = across, Axis(0.0, high, False, heights)
+    axes = across, Scale(0.0, high, False, heights)
     return draw_plot(title, "", 330, drawn, axes, description="; ".join(words))
 
 

@@ -59,8 +59,8 @@ STYLE = (
 )
 
 
-class Axis(NamedTuple):
-    """A scale: the values at its ends, whether it is logarithmic, and its ticks."""
+class Scale(NamedTuple):
+    """An axis: the values at its ends, whether it is logarithmic, and its ticks."""
 
     low: float
     high: float
@@ -90,7 +90,7 @@ def draw_plot(
     subtitle: str,
     height: int,
     curves: Sequence[Curve],
-    axes: tuple[Axis, Axis],
+    axes: tuple[Scale, Scale],
     x_label: str = "",
     description: str = "",
 ) -> Scene:
@@ -118,8 +118,8 @@ def _draw(
     panel: Node,
     box: tuple[float, float, float, float],
     curves: Sequence[Curve],
-    x_axis: Axis,
-    y_axis: Axis,
+    x_axis: Scale,
+    y_axis: Scale,
     x_label: str,
     end: float,
 ) -> None:
@@ -247,8 +247,8 @@ def sweep(
     low, high = _widened(values)
     heights = log_ticks(low, high, 10.0 if y in ("seconds", "bytes/s") else 2.0)
     axes = (
-        Axis(*across, True, [(at, UNITS[x](at)) for at in swept]),
-        Axis(low, high, True, [(at, UNITS[y](at)) for at in heights]),
+        Scale(*across, True, [(at, UNITS[x](at)) for at in swept]),
+        Scale(low, high, True, [(at, UNITS[y](at)) for at in heights]),
     )
     return draw_plot(title, subtitle, 420, curves, axes, x_label)
 
