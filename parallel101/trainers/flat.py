@@ -395,7 +395,12 @@ def walk(
     def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: use(name, True))
+                # a layer that returns its input as it is has no backward, and would come too late
+                node: Any = tensor.grad_fn
+                known = set() if node is None else node.metadata.setdefault(walk, set())
+                if tensor.output_nr not in known:
+                    known.add(tensor.output_nr)
+                    tensor.register_hook(lambda _: use(name, True))
 
     for name, module in layers.items():
         # first, so that other hooks see whole weights

@@ -195,7 +195,8 @@ class ZeRO3(ZeRO):
         while self.upcoming:
             self.enter(self.upcoming.popleft())
         self.leave()
-        free(self.shared)
+        # also what a backward has gathered on demand: after the optimizer's step it would be old
+        free([flat for flat in self.flats if flat.whole is not None])
         for flat in self.flats:
             if self.sends and (flat in self.shared or flat.has_gradients()):
                 self.reduce_scatter(flat)

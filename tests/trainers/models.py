@@ -318,6 +318,24 @@ class Unordered(Layers):
         return super().forward(x) * self.one + self.nothing.sum()
 
 
+class Skipped(nn.Linear):
+    """A layer that in every other forward returns its input as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x if self.count % 2 else x + super().forward(x)
+
+
+def skipping() -> nn.Module:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)
+    return nn.Sequential(*first, Skipped(), nn.Linear(4, 5)).double()
+
+
 class WithReLU(nn.BatchNorm1d):
     """A forward of its own."""
 
@@ -384,6 +402,7 @@ TASKS |= {
     "tied": Task(Layers, F.mse_loss, rows(4, 4)),
     "unordered": Task(Unordered, F.mse_loss, rows(4, 4)),
     "out of order": Task(OutOfOrder, lambda y, t: F.mse_loss(y["y"], t), rows(4, 4)),
+    "skipped": Task(skipping, F.mse_loss, rows(4, 5)),
     "norms": Task(Norms, F.mse_loss, images, GATHERED, SYNC),
     "norms in order": Task(norms_in_order, F.mse_loss, images, {}, SYNC),
     "few": Task(FOUR, F.mse_loss, few),
