@@ -68,8 +68,8 @@ class Verdict:
 
     @property
     def operation(self) -> str | None:
-        """Return the collective that this run computed, or None."""
-        return None if self.faults else self._candidate
+        """Return the collective that this run computed; None if it is wrong or not judged."""
+        return None if self.faults or self.unreadable else self._candidate
 
     @cached_property
     def _candidate(self) -> str | None:
@@ -257,6 +257,8 @@ class Verdict:
         replay, op = self.replay, self.operation
         if self.faults:
             return self._fault_text()
+        if self.unreadable:
+            return self._not_judged()
         k, p = len(replay.chunks), len(replay.ranks)
         whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
         data = f"data of {'both' if p == 2 else f'all {p}'} ranks in it"
@@ -279,7 +281,7 @@ class Verdict:
         if op is None and len(ends) <= 4 and k > 1:
             letters = {r: chunk_letters([replay.chunks[c].label for c in ends[r]]) for r in ends}
             text = sentence(", ".join(f"rank {r} ends with {what}" for r, what in letters.items()))
-        return text + self._not_judged()
+        return text
 
     @property
     def mean(self) -> bool:
@@ -298,12 +300,10 @@ class Verdict:
 
     def _not_judged(self) -> str:
         ranks = self.unreadable
-        if not ranks:
-            return ""
         who = f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
         who = "the ranks return" if ranks == self.replay.ranks else who
         return (
-            f" What {who} can't be read as copies, sums or means of the data, so it is not judged."
+            f"What {who} can't be read as copies, sums or means of the data, so it is not judged."
         )
 
     def _joined(self) -> str:
