@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
+from tests.trainers.cases import text
+from tests.trainers.models import BALANCED, mixture
 
 WIDTH, DEPTH = 24, 6
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
@@ -110,6 +112,21 @@ def gpt_weights():
 def test_tied_weights_are_whole_beside_two_layers():
     for most, expected in p101.launch(gpt_weights, world_size=2, backend="sim").results:
         assert most == expected
+
+
+def experts_weights():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = mixture()
+    whole = sum(p.nbytes for p in model.parameters())
+    away = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name) // 2
+    trained = p101.HybridTrainer(model, BALANCED, torch.optim.AdamW, mesh=mesh, zero_stage=1)
+    trained.step(*trained.share(text(0)))
+    return trained.describe().bytes["weights"], [whole - away] * 4
+
+
+def test_along_ep_a_rank_holds_its_experts_only():
+    for weights, expected in p101.launch(experts_weights, world_size=4, backend="sim").results:
+        assert weights == expected
 
 
 def numbered(names, zero_stage, model):
