@@ -201,10 +201,7 @@ WRONG = {  # what is wrong with two stages' lists, and the words that name it
         ["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"],
         "rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
     ),
-    "no receive": (
-        ["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"],
-        "0SEND_F0 needs 1RECV_F0",
-    ),
+    "no receive": (["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"], "1F0 needs 1RECV_F0, which"),
     "no send": (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "1RECV_F0 needs 0SEND_F0"),
     "nothing": ([""], "the schedule is empty"),
     "a rank without a stage": (["0F0,0B0", ""], "rank 1 has no stage"),

@@ -82,6 +82,7 @@ def simulate(
     where = rank_of_each(ranks, placement)
     check_complete(where, placement, microbatches, len(ranks))
     stages, listed = max(placement) + 1, lists_messages(where)
+    check_order(ranks, placement, where, listed)
     given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
     seconds = {k: per_stage(n, cost, stages) for k, (n, cost) in zip("FIW", given.items())}
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
@@ -93,10 +94,10 @@ def simulate(
     now, place = [0.0] * len(ranks), [0] * len(ranks)
     posted: list[dict[Action, float]] = [{} for _ in ranks]  # and not complete: since when
 
-    def needed(rank: int) -> list[Action]:
-        """Return what the rank's next action needs."""
+    def needed(rank: int) -> list[tuple[Action, Action]]:
+        """Return the parts of the rank's next action, each with what it needs."""
         parts = ranks[rank][place[rank]].computed()
-        return [n for part in parts for n in needs(part, placement, where, listed)]
+        return [(part, n) for part in parts for n in needs(part, placement, where, listed)]
 
     def startable(rank: int) -> list[Action]:
         """Return the rank's messages that start when the other side does."""
@@ -106,8 +107,8 @@ def simulate(
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
-            while place[rank] < len(actions) and done.keys() >= set(needed(rank)):
-                action, awaited = actions[place[rank]], needed(rank)
+            while place[rank] < len(actions) and all(n in done for _, n in needed(rank)):
+                action, awaited = actions[place[rank]], [n for _, n in needed(rank)]
                 away = [communication if placement[n.stage] != rank else 0.0 for n in awaited]
                 start = max(now[rank], *(done[n] + far for n, far in zip(awaited, away)), 0.0)
                 if action.kind in COMMUNICATION:
@@ -121,7 +122,7 @@ def simulate(
         for rank in range(len(ranks)):
             for send in startable(rank):
                 receive = partner(send)
-                other = where.get(receive, rank)
+                other = where[receive]
                 if send.kind.startswith("SEND") and receive in startable(other):
                     done[send] = posted[rank].pop(send)
                     done[receive] = done[send] + communication
@@ -132,18 +133,13 @@ def simulate(
     for rank, actions in enumerate(ranks):
         if posted[rank]:
             part = next(iter(posted[rank]))
-            awaited = [partner(part)]
+            missing = partner(part)
         elif place[rank] < len(actions):
-            part, awaited = actions[place[rank]], [n for n in needed(rank) if n not in done]
+            part, missing = next((part, n) for part, n in needed(rank) if n not in done)
         else:
             continue
-        first, what = awaited[0], f"rank {rank}: {part}"
-        if first not in where:
-            raise ScheduleError(f"{what} needs {first}, which is missing")
-        if where[first] == rank:
-            raise ScheduleError(f"{what} comes too early: it needs {first}, which comes later")
-        waits = f"rank {rank}'s {part} waits for {first} of rank {where[first]}"
-        waiting[rank] = where[first], waits
+        waits = f"rank {rank}'s {part} waits for {missing} of rank {where[missing]}"
+        waiting[rank] = where[missing], waits
     if waiting:
         cycle, rank = list[int](), min(waiting)
         while rank not in cycle:
@@ -208,6 +204,28 @@ def check_complete(
                 raise ScheduleError(
                     f"{stage}{lacks}{i} is missing: stage {stage} has the forward of microbatch {i}"
                 )
+
+
+def check_order(
+    ranks: Ranks, placement: Placement, where: Mapping[Action, int], listed: bool
+) -> None:
+    """Raise ScheduleError for an action that needs what is missing, or comes later on its rank."""
+    for rank, actions in enumerate(ranks):
+        before = set[Action]()
+        for action in actions:
+            for part in action.computed():
+                for needed in needs(part, placement, where, listed):
+                    if needed not in where:
+                        raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
+                    if where[needed] == rank and needed not in before:
+                        raise ScheduleError(
+                            f"rank {rank}: {part} comes too early: it needs {needed}, which comes "
+                            "later"
+                        )
+            before.update(action.computed())
+    for part, rank in where.items():
+        if part.kind in COMMUNICATION and partner(part) not in where:
+            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
 
 
 def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
