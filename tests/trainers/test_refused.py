@@ -141,6 +141,7 @@ def said_of(mesh, table, options):
         def call(case=case):
             shape = {**options, **case.options}.pop("mesh", mesh)
             axes = init_device_mesh("cpu", (2, 2)) if shape is None else mesh_of(shape)
+            torch.manual_seed(0)
             more = {"verify": "plan" in case.options, **options, **case.options, "mesh": axes}
             trainer = p101.HybridTrainer(case.build(), case.loss_fn, case.optimizer, **more)
             if case.call is not None:
