@@ -136,7 +136,7 @@ class Accumulation:
         if action[1] == "F":
             self.loss = self.forward(inputs, targets, losses)
         else:
-            self.backward(last=action == self.actions[-1])
+            self.backward(last=action[2] + 1 == self.microbatches)
 
     def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
         samples = count_samples(inputs)
