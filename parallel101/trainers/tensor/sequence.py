@@ -54,9 +54,9 @@ class TimeCuts:
             if name in self.cut_before:
                 module.register_forward_pre_hook(lambda _, args: (tp.cut(args[0]), *args[1:]))
             if name in self.keep_after:
-                for below in module.modules():
-                    if isinstance(below, nn.Embedding) and "forward" in vars(below):
-                        below.register_forward_hook(lambda _, args, y: tp.among_zeros(y))
+                for below in self.cut_time & modules.keys():
+                    if below.startswith(f"{name}."):  # its cut embedding
+                        modules[below].register_forward_hook(lambda _, args, y: tp.among_zeros(y))
                 module.register_forward_hook(lambda _, args, y: tp.local(y))
             if name in self.join_after:
                 module.register_forward_hook(lambda _, args, y: tp.whole(y))
