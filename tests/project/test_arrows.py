@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -112,36 +114,44 @@ def below(module):
 
 
 def imported(node):
-    """The modules of this package that an import statement names."""
+    """The modules that an import statement names."""
     if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        names = [
-            whole if below(whole := f"{node.module}.{a.name}") in MODULES else node.module
-            for a in node.names
-        ]
-    else:
-        names = []
-    return {below(name) for name in names if name.split(".")[0] == "parallel101"}
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom) or not node.module:
+        return set()
+    return {
+        whole if below(whole := f"{node.module}.{a.name}") in MODULES else node.module
+        for a in node.names
+    }
+
+
+class Parsed(NamedTuple):
+    at_once: set[str]  # of ours, what is imported when the module is, also for annotations only
+    when_called: set[str]  # of ours, what is imported when a function is called
+    libraries: set[str]
+    classes: list[str]
 
 
 @cache
-def imports(path):
-    """(what is imported when the module is, annotations' imports included; what is imported
-    when a function is called)
-    """
-    at_once, when_called = set(), set()
+def parsed(path):
+    ours, libraries = ([], []), set()  # by whether a function imports it
+    tree = ast.parse(path.read_text())
 
     def visit(node, inside):
         for child in ast.iter_child_nodes(node):
-            (when_called if inside else at_once).update(imported(child))
+            for name in imported(child):
+                library = name.partition(".")[0]
+                if library == "parallel101":
+                    ours[inside].append(below(name))
+                libraries.add(library)
             visit(
                 child,
                 inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
             )
 
-    visit(ast.parse(path.read_text()), inside=False)
-    return at_once, when_called
+    visit(tree, inside=False)
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return Parsed(*map(set, ours), libraries, classes)
 
 
 def test_every_room_is_drawn():
@@ -158,7 +168,7 @@ def test_arrows_point_down():
     for module in MODULES:
         if room(module) in FREE:
             continue
-        at_once, when_called = imports(MODULES[module])
+        at_once, when_called, *_ = parsed(MODULES[module])
         named = MAY_IMPORT.get(module, MAY_IMPORT.get(room(module), set()))
         own = {room(module)} | ({"laboratory"} if LABORATORY in MODULES[module].parents else set())
         allowed = named | EVERYWHERE | own
@@ -177,17 +187,17 @@ def test_arrows_point_down():
 def test_every_arrow_and_every_door_is_used():
     for module, allowed in MAY_IMPORT.items():
         own = [path for name, path in MODULES.items() if module in (name, room(name))]
-        drawn = set().union(*(imports(path)[0] for path in own))
+        drawn = set().union(*(parsed(path).at_once for path in own))
         assert allowed <= drawn | {room(name) for name in drawn}, module
     for module, doors in DOORS.items():
-        _, when_called = imports(MODULES[module])
+        when_called = parsed(MODULES[module]).when_called
         assert doors <= when_called | {room(name) for name in when_called}, module
 
 
 def test_no_two_modules_need_each_other():
     """There are no cycles of imports, whether at the top, for annotations or inside functions."""
     graph = {
-        module: set().union(*imports(path)) - {module}
+        module: (parsed(path).at_once | parsed(path).when_called) - {module}
         for module, path in MODULES.items()
         if module != "__init__"
     }
@@ -199,14 +209,14 @@ def test_no_two_modules_need_each_other():
 
 def test_the_subject_needs_torch_and_tqdm_only():
     for module in (module for module in MODULES if room(module) in SUBJECT):
-        libraries = set()
-        for node in ast.walk(ast.parse(MODULES[module].read_text())):
-            if isinstance(node, ast.Import):
-                libraries |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                libraries.add(node.module.split(".")[0])
         # when plot() is called
         optional = {"matplotlib"} if module == "trainers.history" else set()
         optional |= {"keras"} if room(module) == "keras" else set()
         known = {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional
-        assert libraries <= known, module
+        assert parsed(MODULES[module]).libraries <= known, module
+
+
+def test_a_file_or_class_has_a_name_of_its_own():
+    names = [path.name for path in MODULES.values() if path.name != "__init__.py"]
+    names += [name for path in MODULES.values() for name in parsed(path).classes]
+    assert [name for name, count in Counter(names).items() if count > 1] == []

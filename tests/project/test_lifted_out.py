@@ -4,21 +4,25 @@ torchrun, and equals one process.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 from tests.project.test_arrows import PACKAGE, SUBJECT
 
+# It starts the ranks as torchrun does, but by a fork: torch is imported once.
 SCRIPT = """
-import os
+import json
 import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallel101.collectives import all_reduce
 from parallel101.layers import AllSumReduce
@@ -26,66 +30,60 @@ from parallel101.models.mlp import MLP
 from parallel101.sharding import plan
 from parallel101.trainers.one_axis import DataParallelTrainer, ShardedTrainer
 
-def run(build):
+def train(build):
     model = MLP([4, 8, 8, 4], dtype=torch.float64)
     trainer = build(model, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)
     x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(10, 4)
     return trainer.fit([(x, x.sin())] * 3, progress=False).losses
 
-for where in "one process", "two ranks":
-    for build in DataParallelTrainer, ShardedTrainer:
-        print(f"{where}, {build.__name__}: {run(build)}\\n", end="", flush=True)
-    if where == "one process":
-        dist.init_process_group("gloo")
-mine = {name for name in sys.modules if name.startswith("parallel101.")}
-assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
-imported = all_reduce.__code__.co_filename
-assert imported.startswith(os.getcwd()), "the copy, and not the package that is installed"
-halves = plan("A[I_X] → A[I]", {"X": 2}, I=2)
-assert halves.run(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0]
-print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)
-mesh = dist.init_device_mesh("cpu", (2,))
-print(f"sum {AllSumReduce(mesh, axes=(0,))(torch.ones(1)).item()}\\n", end="", flush=True)
-dist.destroy_process_group()
+def program():
+    alone = [train(build) for build in (DataParallelTrainer, ShardedTrainer)]
+    dist.init_process_group("gloo")
+    together = [train(build) for build in (DataParallelTrainer, ShardedTrainer)]
+    halves = plan("A[I_X] → A[I]", {"X": 2}, I=2)
+    whole = halves.run(torch.tensor([float(dist.get_rank())]))
+    mesh = dist.init_device_mesh("cpu", (2,))
+    sums = [all_reduce(torch.ones(1)), AllSumReduce(mesh, axes=(0,))(torch.ones(1))]
+    dist.destroy_process_group()
+    modules = [name for name in sys.modules if name.startswith("parallel101.")]
+    return alone, together, whole.tolist(), [sum.item() for sum in sums], modules
+
+if __name__ == "__main__":
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="lifted_out", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", start_method="fork",
+    )
+    results = elastic_launch(config, program)()
+    print(json.dumps([all_reduce.__code__.co_filename, *results.values()]))
 """
 
 
-def copied(place: Path) -> Path:
-    """What a student copies, with a script that uses it."""
-    (place / "parallel101").mkdir()
-    (place / "parallel101" / "__init__.py").touch()
-    for name in SUBJECT:
+def test_the_subject_alone_trains_under_torchrun(tmp_path):
+    (tmp_path / "parallel101").mkdir()
+    (tmp_path / "parallel101" / "__init__.py").touch()
+    for name in SUBJECT:  # what a student copies
         source = PACKAGE / name
         if source.is_dir():
-            shutil.copytree(
-                source, place / "parallel101" / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        elif source.with_suffix(".py").exists():
-            shutil.copy(source.with_suffix(".py"), place / "parallel101")
-    script = place / "train.py"
-    script.write_text(f"SUBJECT = {SUBJECT!r}\n{SCRIPT}")
-    return script
-
-
-def test_the_subject_alone_trains_under_torchrun(tmp_path):
-    script = copied(tmp_path)
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    options = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"  # a free port
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+            without = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, tmp_path / "parallel101" / name, ignore=without)
+        else:
+            shutil.copy(source.with_suffix(".py"), tmp_path / "parallel101")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
-    assert printed.count("sum 2.0") == 4, "a collective and a layer, on two ranks"
-    losses = defaultdict(list)
-    for line in printed:
-        if ": " in line:
-            name, values = line.split(": ")
-            losses[name].append([round(float(n), 9) for n in values.strip("[]").split(",")])
-    for trainer in "DataParallelTrainer", "ShardedTrainer":
-        alone, together = losses[f"one process, {trainer}"], losses[f"two ranks, {trainer}"]
-        assert len(alone) == len(together) == 2 and alone[0] == alone[1]
-        assert together == alone
+    imported, *ranks = json.loads(done.stdout)
+    assert Path(imported).is_relative_to(tmp_path), "the copy, and not the installed package"
+    assert len(ranks) == 2
+    for alone, together, whole, sums, modules in ranks:
+        for one, two in zip(alone, together, strict=True):
+            assert len(one) == 3 and two == pytest.approx(one, rel=1e-9)
+        assert (whole, sums) == ([0.0, 1.0], [2.0, 2.0]), "a plan, a collective and a layer"
+        assert {name.split(".")[1] for name in modules} <= set(SUBJECT)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import parallel101
 from parallel101.laboratory.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
 from tests.project.test_arrows import SUBJECT
 
@@ -117,35 +113,6 @@ def test_conda_installs_what_make_installs():
     assert extra[1] in PROJECT["optional-dependencies"]
 
 
-def test_the_lines_at_the_top_of_the_package_run_without_a_warning_in_any_process(tmp_path):
-    (tmp_path / "first.py").write_text(dedent((parallel101.__doc__ or "").split("\n", 1)[1]))
-    # in the fork server too: a ResourceWarning, for example
-    environ = {**os.environ, "PYTHONWARNINGS": "error"}
-    ran = subprocess.run(
-        [sys.executable, "first.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_torch_is_imported_when_a_public_name_is_used_and_each_of_them_exists():
-    code = """
-import sys
-import parallel101, parallel101.laboratory.doctor
-assert "torch" not in sys.modules
-from parallel101 import *
-assert set(parallel101.__all__) <= set(globals()) & set(dir(parallel101)), parallel101.__all__
-assert parallel101.layers.AllGather and parallel101.models.GPT
-assert parallel101.all_reduce is all_reduce
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
-
-
 def test_notebooks_are_committed_without_outputs():
     for path in tracked("*.ipynb"):
         cells = json.loads(path.read_text())["cells"]
@@ -167,14 +134,6 @@ def test_every_file_begins_with_a_docstring_and_those_of_the_subject_are_short()
             assert text.startswith('"""'), (
                 f"{path.relative_to(ROOT)} does not begin with a docstring"
             )
-
-
-def test_a_file_or_class_has_a_name_of_its_own():
-    names = [path.name for path in tracked("parallel101/*.py") if path.name != "__init__.py"]
-    for path in tracked("parallel101/*.py"):
-        body = ast.parse(path.read_text()).body
-        names += [node.name for node in body if isinstance(node, ast.ClassDef)]
-    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 IDEAS = (
@@ -215,20 +174,6 @@ def imported_by(path: Path) -> set[str]:
         if isinstance(n, ast.ImportFrom) and id(n) not in left_out
         if str(n.module).startswith("parallel101.trainers.")
     }
-
-
-def test_data_parallel_needs_no_code_of_tensor_and_pipeline_parallel():
-    code = """
-import sys, torch, parallel101
-model, loss_fn = torch.nn.Linear(2, 2), torch.nn.functional.mse_loss
-trainer = parallel101.DataParallelTrainer(model, loss_fn, torch.optim.SGD)
-trainer.step(torch.ones(2, 2), torch.ones(2, 2))
-print(*(name for name in sys.modules if name.startswith("parallel101.trainers.")))
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
-    others = re.findall(r"\S*(?:tensor|pipeline|schedules|zero)\S*", ran.stdout)
-    assert not others
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on():

@@ -24,19 +24,6 @@ def installed(tmp_path_factory):
     return folder / "lib"
 
 
-def parallel101(installed: Path, where: Path, *arguments: str) -> str:
-    """What the command prints, run in the folder `where` with the package of the wheel."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "parallel101", *arguments],
-        cwd=where,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return ran.stdout + ran.stderr
-
-
 def test_the_wheel_has_all_files_of_the_package_and_all_notebooks(installed):
     found = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
     expected = {path.relative_to(ROOT) for path in tracked("parallel101/*")}
@@ -51,23 +38,30 @@ def test_the_wheel_has_all_files_of_the_package_and_all_notebooks(installed):
     assert others == set(), "a learner's file, or one that git doesn't track"
 
 
+PROGRAM = """
+import contextlib
+from parallel101 import cli
+from parallel101.laboratory.publish import find_lessons
+for command in "grade", "notebooks", "notebooks":
+    with contextlib.suppress(SystemExit):
+        cli.main([command])
+print(find_lessons(to_edit=True))
+"""
+
+
 def test_from_the_wheel_notebooks_are_copied_and_what_needs_them_says_so(installed, tmp_path):
-    asked = parallel101(installed, tmp_path, "grade").splitlines()[-1]
-    assert "run: parallel101 notebooks" in asked
-    assert "Wrote lessons and homework" in parallel101(installed, tmp_path, "notebooks")
-    for name in NOTEBOOKS:
-        copied = {path.relative_to(tmp_path) for path in (tmp_path / name).rglob("*.ipynb")}
-        assert copied == {path.relative_to(ROOT) for path in tracked(f"{name}/*.ipynb")}
-    assert "nothing was copied" in parallel101(installed, tmp_path, "notebooks")
-    code = (
-        "from parallel101.laboratory.publish import find_lessons; print(find_lessons(to_edit=True))"
-    )
     ran = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert ran.stdout.strip() == str(tmp_path / "lessons"), ran.stderr
+    assert "run: parallel101 notebooks" in ran.stderr
+    assert ran.stdout.startswith("Wrote lessons and homework\n"), ran.stderr
+    assert ran.stdout.splitlines()[-1] == str(tmp_path / "lessons")
+    assert ran.stderr.splitlines()[-1].endswith("nothing was copied")
+    for name in NOTEBOOKS:
+        copied = {path.relative_to(tmp_path) for path in (tmp_path / name).rglob("*.ipynb")}
+        assert copied == {path.relative_to(ROOT) for path in tracked(f"{name}/*.ipynb")}
