@@ -2,17 +2,16 @@
 
 The backward of each is its adjoint.
 
-all_gather_layer.py   AllGather ↔ ReduceScatter     blocks to whole tensors and back
-all_sum_reduce.py     AllSumReduce ↔ itself         the sum over the axes, on every rank
-broadcast_layer.py    Broadcast ↔ SumReduce         copies along the axes, sums along them
-repartition.py        Repartition ↔ Repartition     from the blocks of one mesh to those of another
-halo.py               HaloExchange                  the entries around a block that a kernel needs;
-                                                    their sizes are in halo_sizes.py
-halo_spatial.py       SpatialParallel               a convolution or pooling over a cut tensor
-batch_norm.py         BatchNorm                     an example: the statistics of a batch that is
-                                                    cut over ranks
-regions.py            the exchange behind Repartition and HaloExchange
-axes.py               which axes, and how they cut a tensor: mesh axis i cuts dim i
+along_axes.py     AllGather ↔ ReduceScatter     blocks to whole tensors and back
+                  AllSumReduce ↔ itself         the sum over the axes, on every rank
+                  Broadcast ↔ SumReduce         copies along the axes, sums along them
+repartition.py    Repartition ↔ Repartition     from the blocks of one mesh to those of another, and
+                                                the exchange behind it and behind HaloExchange
+halo.py           HaloExchange                  the entries around a block that a kernel needs
+halo_spatial.py   SpatialParallel               a convolution or pooling over a cut tensor
+batch_norm.py     BatchNorm                     an example: the statistics of a batch that is
+                                                cut over ranks
+axes.py           which axes, and how they cut a tensor: mesh axis i cuts dim i
 
 In torch's words, a mesh axis that cuts dim i holds the tensor as Shard(i); along an axis that cuts
 nothing it is Replicate() or, before a sum, Partial().
@@ -25,12 +24,15 @@ Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in D
 2006.03108), and DistDL, https://github.com/distdl/distdl.
 """
 
-from parallel101.layers.all_gather_layer import AllGather, ReduceScatter
-from parallel101.layers.all_sum_reduce import AllSumReduce
+from parallel101.layers.along_axes import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    ReduceScatter,
+    SumReduce,
+)
 from parallel101.layers.batch_norm import BatchNorm
-from parallel101.layers.broadcast_layer import Broadcast, SumReduce
-from parallel101.layers.halo import HaloExchange
-from parallel101.layers.halo_sizes import halos
+from parallel101.layers.halo import HaloExchange, halos
 from parallel101.layers.halo_spatial import SpatialParallel
 from parallel101.layers.repartition import Repartition
 

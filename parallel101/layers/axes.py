@@ -9,7 +9,7 @@ Dim 0 is cut into 3 + 2, dim 1 into 3 + 2 + 2, and no axis cuts dim 2. Blocks ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,24 +29,14 @@ class MeshAxes(NamedTuple):
     axes: tuple[int, ...]  # in ascending order
     coordinate: tuple[int, ...] | None  # of this rank; None: it is outside the mesh
 
+    @property
+    def others(self) -> list[int]:
+        """The axes along which the layer doesn't work."""
+        return [axis for axis in range(len(self.shape)) if axis not in self.axes]
+
     def line(self, *axes: int) -> Group:
         """Return the group of the ranks that differ from this one along these axes only."""
         return self.mesh.along(*axes)
-
-    def sizes(self, whole: Sequence[int] | None, axis: int) -> list[int] | None:
-        """Return the sizes into which this axis cuts a tensor of shape `whole`.
-
-        If `whole` is None, the result is None: the blocks are equal.
-        """
-        return None if whole is None else split_sizes(whole[axis], self.shape[axis])
-
-    def block(self, whole: Sequence[int], cut: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of this rank's block of a tensor that the axes in `cut` cut."""
-        assert self.coordinate is not None
-        sizes = {
-            axis: split_sizes(whole[axis], self.shape[axis])[self.coordinate[axis]] for axis in cut
-        }
-        return tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
 
     def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
         """Raise ValueError if x can't be this rank's block of a tensor that the axes in `cut` cut.
@@ -54,20 +44,21 @@ class MeshAxes(NamedTuple):
         `whole` is the shape of that tensor, if it is known.
         """
         check_tensor(x)
-        if whole is not None and tuple(x.shape) != self.block(whole, cut):
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor "
-                f"of shape {tuple(whole)} has the block "
-                f"{self.block(whole, cut)} at coordinate {self.coordinate}: check shape=, "
-                "which is that of the whole tensor"
-            )
+        if whole is not None and self.coordinate is not None:
+            block = block_shape(whole, self.shape, {axis: self.coordinate[axis] for axis in cut})
+            if tuple(x.shape) != block:
+                raise ValueError(
+                    f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor "
+                    f"of shape {tuple(whole)} has the block {block} at coordinate "
+                    f"{self.coordinate}: check shape=, which is that of the whole tensor"
+                )
         check_dims(x.shape, self.shape, "x")
 
     def __repr__(self) -> str:
         return f"mesh {'×'.join(map(str, self.shape))}, axes={self.axes}"
 
 
-def mesh_axes(mesh: DeviceMesh, axes: AxesLike) -> MeshAxes:
+def mesh_axes(mesh: DeviceMesh, axes: AxesLike = ()) -> MeshAxes:
     """Return the mesh with its axes, given by number (negative counts from the end) or by name.
 
     Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that
@@ -84,39 +75,34 @@ def mesh_axes(mesh: DeviceMesh, axes: AxesLike) -> MeshAxes:
             f"axes={axes!r}: expected axes of the mesh by number or name, such as (0, 2); () "
             "for none"
         )
-    chosen = [axis_of(mesh, axis) for axis in several]
+    n, names = mesh.ndim, mesh.mesh_dim_names or ()
+    number = {axis: axis % n for axis in range(-n, n)} | {name: i for i, name in enumerate(names)}
+    for axis in several:
+        if type(axis) not in (int, str) or axis not in number:
+            raise ValueError(
+                f"axes: the mesh has no axis {axis!r}: it has shape {tuple(mesh.shape)}, so "
+                f"expected {-n} to {n - 1}, or "
+                + (f"one of the names {names}" if names else "names, which its axes don't have")
+            )
+    chosen = sorted(number[axis] for axis in several)
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"axes={axes!r} names an axis twice: expected each axis at most once")
     where = mesh.get_coordinate()
     return MeshAxes(
         group_of(mesh),
         tuple(mesh.shape),
-        tuple(sorted(chosen)),
+        tuple(chosen),
         None if where is None else tuple(where),
     )
 
 
-def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
-    """Return the axis, counted from the front.
-
-    Raises TypeError or ValueError if there isn't one.
-    """
-    names = mesh.mesh_dim_names or ()
-    if isinstance(axis, str):
-        if axis not in names:
-            raise ValueError(
-                f"axes: the mesh has no axis {axis!r}; "
-                + (f"its axes are {names}" if names else "its axes have no names")
-            )
-        return names.index(axis)
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise TypeError(f"axes: {axis!r} isn't an axis: expected its number or its name")
-    if not -mesh.ndim <= axis < mesh.ndim:
-        raise ValueError(
-            f"axes: the mesh has no axis {axis}: it has shape {tuple(mesh.shape)}, so expected "
-            f"{-mesh.ndim} to {mesh.ndim - 1}"
-        )
-    return axis % mesh.ndim
+def block_shape(
+    whole: Sequence[int], mesh_shape: Sequence[int], at: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Return the shape of a block of a tensor, at these coordinates along the axes that cut it."""
+    return tuple(
+        split_sizes(n, mesh_shape[dim])[at[dim]] if dim in at else n for dim, n in enumerate(whole)
+    )
 
 
 def whole_shape(shape: Sequence[int] | None, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:

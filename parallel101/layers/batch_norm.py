@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import copy_to_group
-from parallel101.layers.all_sum_reduce import AllSumReduce
+from parallel101.layers.along_axes import AllSumReduce
 from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside
 from parallel101.mesh import split_sizes
 

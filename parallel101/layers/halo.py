@@ -8,23 +8,32 @@ backward   rank 0  ∂ of a b c d e   →  sends ∂e back
            rank 1  adds ∂e to its own
 
 Dims are exchanged one after the other. The messages of the second dim include what arrived along
-the first, so corners need no messages to diagonal neighbours. How large the halos are is in
-halo_sizes.py. Convolutions and pooling that use this are in halo_spatial.py.
+the first, so corners need no messages to diagonal neighbours. Convolutions and pooling that use
+this are in halo_spatial.py.
+
+`halos` computes the sizes. Here n = 11 entries, a kernel of 5, 3 ranks, no padding: 7 outputs, cut
+into 3, 2 and 2 (the publication's unbalanced convolution).
+
+                                              outputs    from the left    from the right
+rank 0   [0  1  2  3] 4  5  6                 0 1 2      0 entries        3
+rank 1             3 [4  5  6  7] 8           3 4        1                1
+rank 2                   5  6  7 [8  9  10]   5 6        3                0
+
+Source: Hewett and Grady (arXiv 2006.03108), halo exchange; DistDL's HaloMixin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.layers.axes import mesh_axes, outside, whole_shape
-from parallel101.layers.halo_sizes import Halo, halos
-from parallel101.layers.regions import Region, exchange
-from parallel101.mesh import Group
+from parallel101.layers.repartition import Region, exchange
+from parallel101.mesh import split_ranges
 
 
 class HaloExchange(nn.Module):
@@ -66,11 +75,13 @@ class HaloExchange(nn.Module):
         fill: float = 0.0,
     ):
         super().__init__()
-        self.mesh = mesh_axes(mesh, ())
+        self.mesh = mesh_axes(mesh)
         self.shape = whole_shape(shape, self.mesh.shape) or ()
         self.fill = fill
         # the halos along each dim
-        self.lines = _lines(self.shape, self.mesh.shape, kernel_size, stride, padding, dilation)
+        self.lines = lines_of_halos(
+            self.shape, self.mesh.shape, kernel_size, stride, padding, dilation
+        )
         # the shape of the whole output
         self.output_shape = tuple(line[-1].computes.stop for line in self.lines)
 
@@ -82,94 +93,141 @@ class HaloExchange(nn.Module):
         y = x
         for dim, line in enumerate(self.lines):
             if any(halo.needs != halo.holds or halo.padding != (0, 0) for halo in line):
-                y = exchange_halos(
-                    y,
-                    dim,
-                    line,
-                    group=self.mesh.line(dim) if dim in axes else self.mesh.line(),
-                    fill=self.fill,
-                )
+                group = self.mesh.line(*({dim} & {*axes}))
+                has = [region(y.shape, dim, halo.holds) for halo in line]
+                needs = [region(y.shape, dim, halo.needs) for halo in line]
+                others = (*y.shape[:dim], *y.shape[dim + 1 :])
+                y = exchange(y, group, has, needs, "halo_exchange", shape_in_the_other_dims=others)
+                inner = [0, 0] * (y.dim() - 1 - dim)  # F.pad counts dims from the last
+                y = F.pad(y, [*inner, *line[group.position or 0].padding], value=self.fill)
         return x.clone() if y is x else y
 
     def extra_repr(self) -> str:
         return f"mesh {'×'.join(map(str, self.mesh.shape))}, {self.shape} → {self.output_shape}"
 
 
-def exchange_halos(
-    x: Tensor, dim: int, line: list[Halo], *, group: Group, fill: float = 0.0
-) -> Tensor:
-    """Exchange halos along one dim, among the ranks of one line of the mesh.
-
-    Each entry comes straight from the rank that holds it. In backward it goes back there, and is
-    added.
-
-    Args:
-        x: what this rank holds.
-        dim: the dim of x.
-        line: the Halo of each position in `group`, as `halos` returns it.
-        group: the ranks of the line.
-        fill: the value of the padding.
-
-    Returns what this rank needs: padding, entries from the left, own entries, entries from the
-    right, padding.
-    """
-    others = (*x.shape[:dim], *x.shape[dim + 1 :])
-
-    def region(entries: range) -> Region:
-        return tuple(entries if i == dim else range(n) for i, n in enumerate(x.shape))
-
-    has, needs = [region(halo.holds) for halo in line], [region(halo.needs) for halo in line]
-    y = exchange(x, group, has, needs, "halo_exchange", shape_in_the_other_dims=others)
-    assert group.position is not None
-    inner = [0, 0] * (x.dim() - 1 - dim)  # F.pad counts dims from the last
-    return F.pad(y, [*inner, *line[group.position].padding], value=fill)
+def region(shape: Sequence[int], dim: int, entries: range) -> Region:
+    """Return these entries along one dim, and all of the others."""
+    return tuple(entries if i == dim else range(n) for i, n in enumerate(shape))
 
 
-def _lines(
-    shape: Sequence[int],
-    axes: Sequence[int],
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+def lines_of_halos(
+    shape: Sequence[int], mesh_shape: Sequence[int], kernel_size: Any, *window: Any
 ) -> list[list[Halo]]:
     """Return, for each dim, the entries each rank of a line along it holds, computes and needs."""
-    for name, given in (
-        ("kernel_size", kernel_size),
-        ("stride", stride),
-        ("padding", padding),
-        ("dilation", dilation),
-    ):
-        if not isinstance(given, int | Sequence):
-            raise TypeError(
-                f"{name}={given!r}: expected an int, or one for each dim of the kernel, such "
-                "as (3, 3)"
-            )
-    kernel = [kernel_size] if isinstance(kernel_size, int) else list(kernel_size)
-    others = len(shape) - len(kernel)  # the first dims: their kernel is 1
-    if others < 0:
+    sizes = len(kernel_size) if isinstance(kernel_size, Sequence) else 1
+    if sizes > len(shape):
         raise ValueError(
-            f"kernel_size={kernel_size} has {len(kernel)} sizes: expected at most {len(shape)} "
+            f"kernel_size={kernel_size} has {sizes} sizes: expected at most {len(shape)} "
             f"for a tensor of shape {shape}"
         )
-    window = []
-    for name, neutral, given in (
-        ("kernel_size", 1, kernel),
-        ("stride", 1, stride),
-        ("padding", 0, padding),
-        ("dilation", 1, dilation),
-    ):
-        values = [given] * len(kernel) if isinstance(given, int) else list(given)
-        if len(values) != len(kernel):
+
+    def per_dim(name: str, value: Any, neutral: int) -> list[Any]:
+        values = [value] * sizes if isinstance(value, int) else value
+        if not isinstance(values, Sequence) or len(values) != sizes:
             raise ValueError(
-                f"{name}={given}: expected an int, or one for each dim of the kernel, whose "
-                f"size is {tuple(kernel)}"
+                f"{name}={value!r}: expected an int, or one for each dim of the kernel, such as "
+                f"{(3,) * sizes}"
             )
-        window.append([neutral] * others + values)
+        return [neutral] * (len(shape) - sizes) + list(values)  # the first dims have a kernel of 1
+
+    stride, padding, dilation = window
+    windows = zip(
+        per_dim("kernel_size", kernel_size, 1),
+        per_dim("stride", stride, 1),
+        per_dim("padding", padding, 0),
+        per_dim("dilation", dilation, 1),
+    )
     lines = []
-    for dim, (n, *of_dim) in enumerate(zip(shape, *window, strict=True)):
+    for dim, (n, of_dim) in enumerate(zip(shape, windows, strict=True)):
         try:
-            lines.append(halos(n, axes[dim] if dim < len(axes) else 1, *of_dim))
+            lines.append(halos(n, mesh_shape[dim] if dim < len(mesh_shape) else 1, *of_dim))
         except ValueError as error:
             raise ValueError(f"dim {dim} of a tensor of shape {shape}: {error}") from None
     return lines
+
+
+class Halo(NamedTuple):
+    """The entries that one rank holds, computes and needs along one dim.
+
+    Entries are counted in the whole tensor: range(4, 8) means the entries 4, 5, 6 and 7.
+    """
+
+    holds: range  # of the input
+    computes: range  # of the output
+    needs: range  # of the input, to compute these outputs
+    # entries that it adds before and after, because a kernel reaches over an end of the tensor
+    padding: tuple[int, int]
+
+    @property
+    def left(self) -> int:
+        """The number of entries that the rank gets from its left.
+
+        A negative number counts the rank's own first entries that it does not need.
+        """
+        return self.holds.start - self.needs.start
+
+    @property
+    def right(self) -> int:
+        """The number of entries that the rank gets from its right.
+
+        A negative number counts the rank's own last entries that it does not need.
+        """
+        return self.needs.stop - self.holds.stop
+
+
+def halos(
+    n: int,
+    p: int,
+    kernel_size: int,
+    stride: int = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int = 1,
+) -> list[Halo]:
+    """Return the entries that each of p ranks holds, computes and needs, of n along one dim.
+
+    Inputs and outputs are both cut by `split_sizes`. A rank can get halos on both sides, on one or
+    on none, of different sizes, and from ranks beyond its neighbours if the shards are small.
+
+    Args:
+        n: entries of the whole input along this dim.
+        p: ranks that share them.
+        kernel_size, stride, dilation: of the convolution or pooling, as in torch.
+        padding: entries added at both ends of the whole input; or a pair, before and after.
+
+    Returns one Halo per position. Raises ValueError for sizes that make no sense, and for a kernel
+    larger than the padded input.
+    """
+    before, after = padding if isinstance(padding, tuple) else (padding, padding)
+    for name, value, least in (
+        ("kernel_size", kernel_size, 1),
+        ("stride", stride, 1),
+        ("padding", min(before, after), 0),
+        ("dilation", dilation, 1),
+    ):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
+    extent = dilation * (kernel_size - 1) + 1  # from the first entry under the kernel to the last
+    if n + before + after < extent:
+        raise ValueError(
+            f"the kernel covers {extent} entries (kernel_size={kernel_size}, "
+            f"dilation={dilation}), but the input has only "
+            f"{n}, and {before + after} of padding: make the kernel smaller or the padding larger"
+        )
+    outputs = (n + before + after - extent) // stride + 1
+    return [
+        _halo(held, computed, n, extent, stride, before)
+        for held, computed in zip(split_ranges(n, p), split_ranges(outputs, p))
+    ]
+
+
+def _halo(holds: range, computes: range, n: int, extent: int, stride: int, before: int) -> Halo:
+    if not computes:  # more ranks than outputs: the last ranks compute nothing
+        return Halo(holds, computes, range(holds.start, holds.start), (0, 0))
+    # counted in the input: the padding before it has negative numbers
+    start = computes.start * stride - before
+    stop = (computes.stop - 1) * stride - before + extent
+    needs = range(min(max(start, 0), n), min(max(stop, 0), n))
+    return Halo(
+        holds, computes, needs, (max(0, min(stop, 0) - start), max(0, stop - max(start, n)))
+    )

@@ -73,61 +73,46 @@ def named(operation):
     return [*table.items(), ("auto", getattr(autograd, operation))]
 
 
-def adjoints_on_a_box():
-    """Every operation on every set of axes of a 2 × 2 × 3 mesh.
-
-    Every algorithm on three ranks and on four; the other sets use "auto", and what is made for
-    several axes.
+def adjoints_on_a_mesh(shape):
+    """Every operation along each axis and along both: every algorithm on three ranks and on four,
+    elsewhere "auto", and what is made for several axes.
     """
-    names = ("a", "b", "c")
-    mesh = init_device_mesh("cpu", (2, 2, 3), mesh_dim_names=names)
-    products = {}
-    for count in range(1, 4):
-        for axes in itertools.combinations(names, count):
-            group = mesh[axes]
-            for i, (operation, kwargs) in enumerate(LINEAR):
-                every = axes in (("c",), ("a", "b"))
-                for name, function in named(operation) if every else named(operation)[-1:]:
-                    products[axes, operation, name, i] = inner_products(
-                        function, random((5, 7), i), group=group, **kwargs
-                    )
-            for function in (autograd.broadcast, autograd.reduce):
-                products[axes, function.__name__, "in segments"] = inner_products(
-                    function,
-                    random((5, 7), 0),
-                    group=group,
-                    algorithm="pipelined_chain",
-                    segment_bytes=64,
+    mesh, products = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")), {}
+    x = random((5, 7), 0)
+    for group in (mesh["a"], mesh["b"], mesh):
+        p = group.size()
+        for i, (operation, kwargs) in enumerate(LINEAR):
+            for name, function in named(operation)[0 if p in (3, 4) else -1 :]:
+                products[p, operation, name, i] = inner_products(
+                    function, random((5, 7), i), group=group, **kwargs
                 )
-            if count > 1:
-                for name in ("two_level", "torus"):
-                    for op in ("sum", "mean"):
-                        products[axes, name, op] = inner_products(
-                            autograd.all_reduce,
-                            random((5, 7), 0),
-                            op=op,
-                            group=group,
-                            algorithm=name,
-                        )
-                for function in (autograd.all_gather, autograd.reduce_scatter):
-                    products[axes, function.__name__] = inner_products(
-                        function, random((5, 7), 0), dim=1, group=group, algorithm="torus"
-                    )
-                for dims in ((0, 0), (0, 1), (1, 0)):
-                    products[axes, "all_to_all", dims] = inner_products(
-                        autograd.all_to_all,
-                        random((5, 7), 0),
-                        *dims,
-                        group=group,
-                        algorithm="torus",
-                    )
+        for function in (autograd.broadcast, autograd.reduce):
+            products[p, function.__name__, "in segments"] = inner_products(
+                function, x, group=group, algorithm="pipelined_chain", segment_bytes=64
+            )
+    for name, op in itertools.product(("two_level", "torus"), ("sum", "mean")):
+        products[name, op] = inner_products(
+            autograd.all_reduce, x, op=op, group=mesh, algorithm=name
+        )
+    for function in (autograd.all_gather, autograd.reduce_scatter):
+        products[function.__name__] = inner_products(
+            function, x, dim=1, group=mesh, algorithm="torus"
+        )
+    for dims in ((0, 0), (0, 1), (1, 0)):
+        products["all_to_all", dims] = inner_products(
+            autograd.all_to_all, x, *dims, group=mesh, algorithm="torus"
+        )
     return unequal(products), len(products)
 
 
-def test_adjoints_for_every_operation_algorithm_and_axis_subset():
-    results = p101.launch(adjoints_on_a_box, world_size=12, backend="sim", rules="nccl").results
-    assert [wrong for wrong, _ in results] == [{}] * 12
-    assert results[0][1] > 2 * 40 + 5 * 12
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2)])
+def test_adjoints_for_every_operation_and_algorithm(shape):
+    p = shape[0] * shape[1]
+    results = p101.launch(
+        adjoints_on_a_mesh, shape, world_size=p, backend="sim", rules="nccl"
+    ).results
+    assert [wrong for wrong, _ in results] == [{}] * p
+    assert results[0][1] > 40 + 12
 
 
 def adjoints_of_uneven_shards_and_groups():

@@ -34,18 +34,15 @@ def zeros(*shape):
 REFUSED = {
     "a name that the mesh doesn't have": (
         lambda mesh: AllGather(mesh, ("c",)),
-        "no axis 'c'; its axes are ('a', 'b')",
+        "no axis 'c': it has shape (2, 3), so expected -2 to 1, or one of the names ('a', 'b')",
     ),
     "a name, on a mesh without names": (
         lambda mesh: AllGather(mesh_of(0, (2, 3)), "a"),
-        "no axis 'a'; its axes have no names",
+        "no axis 'a': it has shape (2, 3), so expected -2 to 1, or names, which its axes don't",
     ),
-    "an axis out of range": (
-        lambda mesh: AllSumReduce(mesh, (2,)),
-        "no axis 2: it has shape (2, 3), so expected -2 to 1",
-    ),
+    "an axis out of range": (lambda mesh: AllSumReduce(mesh, (2,)), "no axis 2: it has shape"),
     "an axis named twice": (lambda mesh: ReduceScatter(mesh, (1, "b")), "names an axis twice"),
-    "an axis of another type": (lambda mesh: Broadcast(mesh, (1.5,)), "1.5 isn't an axis"),
+    "an axis of another type": (lambda mesh: Broadcast(mesh, (1.5,)), "no axis 1.5"),
     "no axes": (
         lambda mesh: AllSumReduce(mesh, None),
         "axes=None: expected axes of the mesh by number or name",

@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import parallel101 as p101
-from parallel101.layers.halo import HaloExchange
-from parallel101.layers.halo_sizes import halos
+from parallel101.layers.halo import HaloExchange, halos
 from parallel101.layers.halo_spatial import SpatialParallel
-from parallel101.layers.regions import overlaps
+from parallel101.layers.repartition import overlaps
 from tests.autograd.test_collectives import inner_products, random, unequal
 
 # The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the
@@ -455,13 +454,13 @@ ERRORS = {
         "shape (2, 3, 8)"
     ),
     "strides": (
-        "ValueError: stride=(1, 2): expected an int, or one for each dim of the kernel, whose "
-        "size is (3,)"
+        "ValueError: stride=(1, 2): expected an int, or one for each dim of the kernel, such as "
+        "(3,)"
     ),
     "zero": (
         "ValueError: dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1"
     ),
-    "float": "TypeError: kernel_size=3.5: expected an int, or one for each dim of the kernel",
+    "float": "ValueError: kernel_size=3.5: expected an int, or one for each dim of the kernel",
     "dims": "ValueError: shape has 1 dims ((8,)), but the mesh has 3 axes (1, 1, 2)",
     "mesh": "TypeError: mesh=[0, 1]: expected a DeviceMesh",
     "module": "TypeError: module is a Linear: expected a convolution or pooling, Conv1d",
