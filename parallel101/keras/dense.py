@@ -18,13 +18,14 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import keras
+
 from parallel101.autograd import (
     copy_to_group,
     gather_from_group,
     reduce_from_group,
     scatter_to_group,
 )
-from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.plan import names_of
@@ -59,27 +60,21 @@ class CutDense(keras.layers.Layer):
         dim = 0 if style == "row" else 1
         self.sizes = split_sizes(dense.kernel.shape[dim], members.size)
 
-        def block(name: str, variable: Any, dim: int) -> Any:
-            mine = variable.value.detach().split(self.sizes, dim)[members.position].clone()
-            return add(name, variable, mine)
+        self.shards: dict[str, Shard] = {}
 
-        def whole(name: str, variable: Any) -> Any:
-            return add(name, variable, variable.value.detach().clone())
+        def add(name: str, whole: Any, dim: int | None) -> Any:
+            value = whole.value.detach()
+            mine = value if dim is None else value.split(self.sizes, dim)[members.position]
+            mine = mine.clone()
+            like = {"dtype": whole.dtype, "regularizer": whole.regularizer, "name": name}
+            made = self.add_weight(shape=mine.shape, initializer=lambda *_, **__: mine, **like)
+            if dim is not None:
+                self.shards[made.path] = Shard(dim, tuple(self.sizes))
+            return made
 
-        def add(name: str, variable: Any, mine: Any) -> Any:
-            like = {"dtype": variable.dtype, "regularizer": variable.regularizer, "name": name}
-            return self.add_weight(shape=mine.shape, initializer=lambda *_, **__: mine, **like)
-
-        self.kernel = block("kernel", dense.kernel, dim)
-        if dense.bias is None:
-            self.bias = None
-        else:
-            self.bias = (
-                whole("bias", dense.bias) if style == "row" else block("bias", dense.bias, 0)
-            )
-        self.shards = {self.kernel.path: Shard(dim, tuple(self.sizes))}
-        if style != "row" and self.bias is not None:
-            self.shards[self.bias.path] = Shard(0, tuple(self.sizes))
+        self.kernel = add("kernel", dense.kernel, dim)
+        of_bias = None if style == "row" else 0
+        self.bias = None if dense.bias is None else add("bias", dense.bias, of_bias)
         self.units = dense.units if style != "column" else self.sizes[members.position]
 
     def call(self, x: Any) -> Any:

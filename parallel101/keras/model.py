@@ -21,14 +21,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import keras
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import gather_from_group
 from parallel101.collectives import all_gather, barrier
-from parallel101.keras.callbacks import BackupElsewhere, SameOrder
 from parallel101.keras.dense import Freezing, cut_model, graph_of, trainable
-from parallel101.keras.installed import keras
 from parallel101.keras.randomness import Draws, draw_alike, nothing_drawn
 from parallel101.keras.sharded_model import ShardedModel
 from parallel101.keras.shards import Shards, axes_of
@@ -106,9 +105,11 @@ class ParallelKeras(ShardedModel):
         )
         if len(self.agree.ranks) > 1:
             check_model(model, samples_are_cut=self.dp.size > 1)
-        self.inner, self.plan = (
-            (model, {}) if self.tp.size == 1 or plan is None else self.cut(model, plan, lines["tp"])
-        )
+        self.inner, self.plan = model, {}
+        if self.tp.size > 1 and plan is not None:
+            check_methods(model, ["call"])
+            with nothing_drawn():
+                self.inner, self.plan = cut_model(model, plan, lines["tp"])
         self.freezing = Freezing(model, self.inner)
         self.shards = Shards(self.inner, lines, zero_stage)
         self.draws = Draws(self.inner, self.dp.position or 0, self.agree.device)
@@ -129,13 +130,6 @@ class ParallelKeras(ShardedModel):
             if self.optimizer is not model.optimizer and self.inner is model:
                 # the state of its optimizer would take the memory that ZeRO saves
                 model.compiled, model.optimizer = False, None
-
-    def cut(
-        self, model: Any, plan: str | Mapping[str, str], tp: GroupLike
-    ) -> tuple[Any, dict[str, str]]:
-        check_methods(model, ["call"])
-        with nothing_drawn():
-            return cut_model(model, plan, tp)
 
     @property
     def layers(self) -> list[Any]:
@@ -181,9 +175,7 @@ class ParallelKeras(ShardedModel):
         Before the optimizer updates this rank's shards, gradients are summed over the data axis.
         """
         self.freezing.follow()
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
-            self.checked(data, self.trains_now())
-        )
+        x, y, sample_weight = self.checked(data, self.trains_now())
         self.prepare()
         self.check_once(x)
         sync, optimizer = self.shards.sync, self.optimizer
@@ -231,8 +223,9 @@ class ParallelKeras(ShardedModel):
         Raises ValueError, on every rank, if it shows that samples depend on each other.
         """
         if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
-            problem = check_samples(self.inner, x, self.run)
-            refuse(next(filter(None, self.agree.objects(problem)), ""))
+            problems = self.agree.objects(check_samples(self.inner, x, self.run))
+            for problem in filter(None, problems):
+                raise ValueError(problem)
             self.samples_checked = True
 
     def trains_now(self) -> list[bool]:
@@ -240,27 +233,25 @@ class ParallelKeras(ShardedModel):
 
     def check_trained(self) -> None:
         """Raise ValueError for layers that were frozen when wrapped and no longer are."""
-        if thawed := [
-            v.path for v in self.inner.trainable_variables if v.path not in self.shards.trained
-        ]:
-            raise ValueError(
-                f"{thawed[0]!r} was frozen when ParallelKeras wrapped the model, and stays so: "
-                "wrap the model before you freeze layers, "
-                "then they can be trained again"
-            )
+        for v in self.inner.trainable_variables:
+            if v.path not in self.shards.trained:
+                raise ValueError(
+                    f"{v.path!r} was frozen when ParallelKeras wrapped the model, and stays so: "
+                    "wrap the model before you freeze layers, then they can be trained again"
+                )
         if len(self.agree.ranks) > 1:
             check_model(self.inner, samples_are_cut=self.dp.size > 1)
 
     def test_step(self, data: Any) -> Any:
-        self.check_once(keras.utils.unpack_x_y_sample_weight(self.checked(data))[0])
+        self.check_once(self.checked(data)[0])
         return super().test_step(data)
 
     def predict_step(self, data: Any) -> Any:
-        self.check_once(keras.utils.unpack_x_y_sample_weight(self.checked(data))[0])
+        self.check_once(self.checked(data)[0])
         return super().predict_step(data)
 
     def checked(self, data: Any, trains: Sequence[bool] = ()) -> Any:
-        """Return the batch. Sends 8 bytes a rank.
+        """Return the batch's x, y and weights of samples. Sends 8 bytes a rank.
 
         Raises ValueError, on every rank, unless all of them have the same batch and train the same
         weights.
@@ -272,7 +263,7 @@ class ParallelKeras(ShardedModel):
         }
         tensors["what is trained"] = torch.tensor(trains, dtype=torch.bool)
         self.agree.check_same(tensors.items(), "the batches differ", SAME_DATA)
-        return data
+        return keras.utils.unpack_x_y_sample_weight(data)
 
     # ── as in Keras, on all ranks ──
 
@@ -320,17 +311,17 @@ class ParallelKeras(ShardedModel):
         **kwargs: Any,
     ) -> Any:
         """Train the model, as keras.Model.fit does."""
-        same_order = SameOrder(self.agree)
+        # on torch's backend, Keras shuffles with torch's random numbers
+        same_order = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: draw_alike(self.agree)
+        )
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.append(same_order)
             used = callbacks.callbacks
         else:
             callbacks = used = [*keras.tree.flatten(callbacks or []), same_order]
-        backups = [
-            i
-            for i, callback in enumerate(used)
-            if isinstance(callback, keras.callbacks.BackupAndRestore)
-        ]
+        kind = keras.callbacks.BackupAndRestore
+        backups = [i for i, callback in enumerate(used) if isinstance(callback, kind)]
         for i in backups if self.axes.position else []:
             used[i] = BackupElsewhere(used[i])
         history = super().fit(
@@ -357,7 +348,17 @@ class ParallelKeras(ShardedModel):
         return verbose if self.axes.position == 0 else 0
 
 
-def refuse(problem: str) -> None:
-    """Raise ValueError with the problem as its text, if there is one."""
-    if problem:
-        raise ValueError(problem)
+class BackupElsewhere(keras.callbacks.BackupAndRestore):
+    """A BackupAndRestore on the ranks that write no files.
+
+    They read files, and they take part in gathering the weights that position 0 writes.
+    """
+
+    def __init__(self, callback: Any):
+        self.__dict__ = callback.__dict__
+
+    def _save_model(self) -> None:
+        self.model.save_weights(self._weights_path)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Do nothing: position 0 deletes the files."""

@@ -18,14 +18,26 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import keras
 import torch
 
 from parallel101.keras.dense import layers_within, set_trainable, trainable
-from parallel101.keras.installed import keras
 from parallel101.keras.randomness import nothing_drawn
 from parallel101.keras.shards import Shards
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.layout import Axes
+
+
+def held(kind: str) -> property:
+    """Return a model's property: this rank's variables of a kind, such as "trainable_weights"."""
+
+    def variables(model: ShardedModel) -> list[Any]:
+        shards = model.__dict__.get("shards")  # Keras asks before it is there
+        if shards is None:
+            return []
+        return [shards.trained.get(v.path, v) for v in getattr(shards.inner, kind)]
+
+    return property(variables)
 
 
 class ShardedModel(keras.Model):
@@ -51,38 +63,13 @@ class ShardedModel(keras.Model):
     zero_stage: int
     optimizer: Any
 
-    @property
-    def weights(self) -> list[Any]:
-        """The weights that this rank holds; under ZeRO, its pieces of the trained ones."""
-        return self.mine("weights")
-
-    @property
-    def variables(self) -> list[Any]:
-        return self.mine("variables")
-
-    @property
-    def trainable_weights(self) -> list[Any]:
-        return self.mine("trainable_weights")
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        return self.mine("trainable_variables")
-
-    @property
-    def non_trainable_weights(self) -> list[Any]:
-        return self.mine("non_trainable_weights")
-
-    @property
-    def non_trainable_variables(self) -> list[Any]:
-        return self.mine("non_trainable_variables")
-
-    def mine(self, kind: str) -> list[Any]:
-        shards = self.__dict__.get("shards")  # Keras asks before it is there
-        return (
-            []
-            if shards is None
-            else [shards.trained.get(v.path, v) for v in getattr(shards.inner, kind)]
-        )
+    # those that this rank holds: under ZeRO, its pieces of the trained ones
+    weights = held("weights")
+    variables = held("variables")
+    trainable_weights = held("trainable_weights")
+    trainable_variables = held("trainable_variables")
+    non_trainable_weights = held("non_trainable_weights")
+    non_trainable_variables = held("non_trainable_variables")
 
     # ── the whole model, collective ──
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.collectives import all_reduce
 from parallel101.keras.dense import CutDense
-from parallel101.keras.installed import keras
 from parallel101.keras.supported import check_regularizer
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import torch
-
-from parallel101.keras.installed import keras
 
 # methods of a keras.Model: ParallelKeras has its own, or calls Keras's on itself
 OURS = (

@@ -5,8 +5,11 @@ with one process.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
+
+import parallel101 as p101
 
 os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported, here and on the ranks
 
@@ -45,15 +48,20 @@ LINES = {  # on a line of ranks
     "ZeRO-2": {"zero_stage": 2},
     "ZeRO-3": {"zero_stage": 3},
 }
+TENSOR = {"tensor": {}}
+FEW = {name: LINES[name] for name in ("tensor", "ZeRO-3")}
 
 
 def classifier(keras):
+    return sequential(keras, *((16, "relu"), (8, "relu"), (5, "softmax")))
+
+
+def sequential(keras, *layers):
+    """A model of 6 inputs; (n, activation) is a Dense layer."""
     keras.utils.set_random_seed(0)
-    widths = [(16, "relu"), (8, "relu"), (5, "softmax")]
-    model = keras.Sequential(
-        [keras.Input((6,)), *(keras.layers.Dense(n, activation=f) for n, f in widths)]
-    )
-    return model
+    dense = keras.layers.Dense
+    layers = [dense(*of[:1], activation=of[1]) if isinstance(of, tuple) else of for of in layers]
+    return keras.Sequential([keras.Input((6,)), *layers])
 
 
 def samples(keras, n=17):
@@ -63,3 +71,50 @@ def samples(keras, n=17):
         torch.randint(5, (n,), generator=random).numpy(),
     )
     return x, keras.utils.to_categorical(labels, 5).astype("float64")
+
+
+# ── programs: what users write, in one process and on several ranks ──
+
+
+def numbers(history, model):
+    """Of a fit: each epoch's losses and metrics, and the weights after it."""
+    found = {name: torch.tensor(values).double() for name, values in history.history.items()}
+    weights = {
+        f"weight {i}": torch.from_numpy(w).double() for i, w in enumerate(model.get_weights())
+    }
+    return found | weights
+
+
+def against_one_process(programs):
+    """(program, layout) → what differs.
+
+    A program is how it builds its model, how it uses it, and its layouts by name. `use(model,
+    keras, wrap)` returns named tensors; `wrap` is ParallelKeras, or nothing in one process.
+    """
+    keras, wrong = in_float64(), {}
+    for name, (build, use, layouts) in programs.items():
+        keras.utils.set_random_seed(0)
+        one = use(build(keras), keras, lambda model: model)
+        for where, layout in layouts.items():
+            keras.utils.set_random_seed(0)
+            many = use(build(keras), keras, partial(p101.keras.ParallelKeras, **layout))
+            if found := differences(one, many):
+                wrong[name, where] = found
+    return wrong
+
+
+def fit(optimizer=lambda keras: "adam", more=lambda x, keras: {}, shuffle=False):
+    """Two epochs of batches of 8, 8 and 1 samples: in the last, most ranks have none."""
+
+    def use(model, keras, wrap):
+        model = wrap(model)
+        model.compile(optimizer(keras), "categorical_crossentropy", metrics=["accuracy"])
+        x, y = samples(keras)
+        if shuffle:  # each rank would shuffle as it likes
+            alone = not isinstance(model, p101.keras.ParallelKeras)
+            torch.manual_seed(0 if alone else torch.distributed.get_rank())
+        options = {"epochs": 2, "batch_size": 8, "verbose": 0} | more(x, keras)
+        found = numbers(model.fit(x, y, shuffle=shuffle, **options), model)
+        return found | {"predictions": torch.from_numpy(model.predict(x, batch_size=8, verbose=0))}
+
+    return use

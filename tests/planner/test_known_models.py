@@ -18,6 +18,7 @@ def test_known_models_have_the_parameters_in_their_names(name, billions):
     shape = shape_of_model(name)
     assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.1)
     assert shape.name == name and KNOWN_MODELS[name].source
+    assert shape_of_model(name.title()) == shape
 
 
 def test_five_numbers_are_a_gpt():

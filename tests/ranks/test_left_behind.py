@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.bench.kernel import Kernel
+from parallel101.laboratory.bench.pictures import Kernel
 from parallel101.laboratory.ranks import processes
 from parallel101.laboratory.ranks.wire import Wire
 from tests.ranks.failing import fails

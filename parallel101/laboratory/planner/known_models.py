@@ -103,14 +103,14 @@ def shape_of_model(
 
 def batch_of_model(model: Any) -> int | None:
     """Return the samples of a step with which a known model was trained; None if unknown."""
-    known = KNOWN_MODELS.get(model) if isinstance(model, str) else None
+    known = KNOWN_MODELS.get(model.casefold()) if isinstance(model, str) else None
     return known.batch if known else None
 
 
 def from_text(text: str) -> ModelShape:
     """Return the shape that a text gives: a name, five numbers, or the path of a file."""
-    if text in KNOWN_MODELS:
-        return KNOWN_MODELS[text].shape
+    if (known := KNOWN_MODELS.get(text.casefold())) is not None:
+        return known.shape
     if text.count(",") >= 2:
         return from_numbers(text)
     path = Path(text)
