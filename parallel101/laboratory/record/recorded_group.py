@@ -29,15 +29,13 @@ from parallel101.laboratory.record.recorder import (
     RankRecorder,
     Recording,
     WatchedWork,
-    values,
 )
 from parallel101.laboratory.record.signatures import (
     COLLECTIVES,
-    bytes_by_rank,
-    flat,
     own_limit,
     size,
     unfit,
+    values,
     with_collectives,
 )
 from parallel101.spans import Collective, current_collective
@@ -180,25 +178,14 @@ class RecordedGroup(torch_private.PythonGroup):
         )
         call, recording = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?"), None
         if recorder.recording:
-            arguments = spec.arguments(args)
-            root = (
-                None
-                if arguments.root is None
-                else rank_at(recorder.rank, spec.kind, arguments.root, self.ranks)
-            )
-            call = call._replace(where=caller(), root=root, **arguments.compared())
-            if spec.kind == "all_to_all":
-                gives, takes = bytes_by_rank(args, self.ranks)
-                tensors = flat(args)
-                shape = tuple(tensors[1].shape) if len(tensors) == 2 else ()
-                call = call._replace(shape=shape, gives=gives, takes=takes)
+            call = spec.with_arguments(call._replace(where=caller()), args, self.ranks)
             self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
-            small = arguments.nbytes <= recorder.payload_bytes and arguments.layout != "sparse"
+            small = call.nbytes <= recorder.payload_bytes and call.layout != "sparse"
             recording = Recording(
                 recorder,
                 self._event_group(None),
-                spec.unwritten_inputs(args, recorder.rank == root),
-                values(arguments.tensors) if small else None,
+                spec.unwritten_inputs(args, recorder.rank == call.root),
+                values(spec.own_tensors(args)) if small else None,
             )
         work = WatchedWork(self, call, limit or self.limit, limit is not None)
         with recorder.blocked_in(work):  # some of them block here already

@@ -45,7 +45,7 @@ from parallel101.laboratory.record.host_time import HostTime
 from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.rank_files import RankFiles
-from parallel101.laboratory.record.signatures import own_limit, snapshot
+from parallel101.laboratory.record.signatures import own_limit, snapshot, values
 from parallel101.laboratory.record.wait_for import RankStatus
 
 SHORTEST_WAIT = 50e-6  # seconds
@@ -348,10 +348,6 @@ def _contents(tensor: torch.Tensor) -> bytes | int:
     if tensor.is_cpu:
         return snapshot(tensor.data_ptr(), tensor.nbytes)
     return -1 if tensor.is_inference() else tensor._version
-
-
-def values(tensors: Sequence[torch.Tensor]) -> list:
-    return [value for tensor in tensors for value in tensor.detach().reshape(-1).tolist()]
 
 
 class WatchedWork(dist.Work):

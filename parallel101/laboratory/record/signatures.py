@@ -13,7 +13,7 @@ here: which tensors can be sent as they are, and whether one has changed since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import Array, c_char
 from datetime import timedelta
 from functools import lru_cache
@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from parallel101.laboratory.record.calls import Call, rank_at
+
 # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
 WHOLE = 1 << 20
 SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
@@ -33,22 +35,6 @@ OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 # with as many bytes on all ranks: gloo waits for ever for those that are missing
 SAME_BYTES = frozenset({"broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter"})
-
-
-class CollectiveArguments(NamedTuple):
-    """The arguments that a rank passed to a collective."""
-
-    tensors: list[torch.Tensor]  # the inputs; on a rank without inputs, the outputs
-    nbytes: int
-    shape: tuple[int, ...]  # that must be the same on all ranks
-    dtype: str
-    layout: str  # of their memory, which must be the same on all ranks: see `layout` below
-    op: str | None
-    root: int | None  # position in the group
-
-    def compared(self) -> dict[str, Any]:
-        """Return the facts of a Call that the ranks compare."""
-        return {name: getattr(self, name) for name in ("nbytes", "shape", "dtype", "op", "layout")}
 
 
 class CollectiveSpec(NamedTuple):
@@ -63,36 +49,41 @@ class CollectiveSpec(NamedTuple):
     instead: tuple[str, ...] = ()  # what may be passed instead of options
     splits: bool = False  # whether the tensors are followed by two lists of split sizes
 
-    @property
-    def inputs(self) -> int | None:
-        """Return the position of the argument with the inputs."""
-        return len(self.depths) - 1 if self.depths else None
+    def inputs(self, args: tuple) -> list[torch.Tensor]:
+        """Return the tensors that the collective reads."""
+        return flat(args[len(self.depths) - 1]) if self.depths else []
 
-    @property
-    def outputs(self) -> int | None:
-        return 0 if len(self.depths) == 2 else None
+    def outputs(self, args: tuple) -> list[torch.Tensor]:
+        """Return the tensors that it writes, if they aren't its inputs."""
+        return flat(args[0]) if len(self.depths) == 2 else []
 
-    @property
-    def compared(self) -> int | None:
-        """Return the position of the tensors whose shape all ranks must share."""
-        return {"scatter": 0, "all_to_all": None}.get(self.kind, self.inputs)
+    def own_tensors(self, args: tuple) -> list[torch.Tensor]:
+        """Return the inputs; on a rank without inputs, the outputs."""
+        return self.inputs(args) or self.outputs(args)
 
-    def arguments(self, args: tuple) -> CollectiveArguments:
-        inputs, outputs, compared = (
-            flat(args[position]) if position is not None and len(args) > position else []
-            for position in (self.inputs, self.outputs, self.compared)
-        )
-        options = args[-1] if args else None
+    def with_arguments(self, call: Call, args: tuple, ranks: Sequence[int]) -> Call:
+        """Return a rank's call with the facts that the ranks compare, which its arguments have.
+
+        `ranks`: of the group.
+        """
+        inputs, outputs, options = self.inputs(args), self.outputs(args), args[-1] if args else None
         op = getattr(options, "reduceOp", None)
+        position = getattr(options, "rootRank", None) if self.kind in ROOTED else None
+        to_all = self.kind == "all_to_all"
+        gives, takes = bytes_by_rank(args, ranks) if to_all else (None, None)
+        compared = outputs if self.kind == "scatter" else inputs
+        if to_all and len(inputs) > 1:  # each has its own shape
+            compared = []
         some = next(iter(compared or inputs or outputs), None)
-        return CollectiveArguments(
-            tensors=inputs or outputs,
+        return call._replace(
             nbytes=max(sum(map(size, inputs)), sum(map(size, outputs))),
             shape=tuple(compared[0].shape) if compared else (),
             dtype="" if some is None else str(some.dtype).removeprefix("torch."),
             layout="" if some is None else layout(some) or "",
             op=None if op is None else op_name(op),
-            root=getattr(options, "rootRank", None) if self.kind in ROOTED else None,
+            root=None if position is None else rank_at(call.rank, self.kind, position, ranks),
+            gives=gives,
+            takes=takes,
         )
 
     def operation(self, args: tuple) -> str:
@@ -109,16 +100,12 @@ class CollectiveSpec(NamedTuple):
 
         They must not change until its wait(). Inputs that share memory with outputs may change.
         """
-        if self.inputs is None or not getattr(args[-1], "asyncOp", True):
+        if not getattr(args[-1], "asyncOp", True):
             return []
-        if self.outputs is None:
-            return flat(args[self.inputs]) if self.kind == "broadcast" and at_root else []
-        written = {id(tensor.untyped_storage()) for tensor in flat(args[self.outputs])}
-        return [
-            tensor
-            for tensor in flat(args[self.inputs])
-            if id(tensor.untyped_storage()) not in written
-        ]
+        if len(self.depths) < 2:
+            return self.inputs(args) if self.kind == "broadcast" and at_root else []
+        written = {id(tensor.untyped_storage()) for tensor in self.outputs(args)}
+        return [t for t in self.inputs(args) if id(t.untyped_storage()) not in written]
 
     def unfit(self, args: tuple, what: str) -> str | None:
         """Return why these arguments must not be passed to a collective, or None if they may."""
@@ -129,7 +116,7 @@ class CollectiveSpec(NamedTuple):
         )
         if (
             problem is None
-            and self.outputs is not None
+            and len(self.depths) == 2
             and len({layout(tensor) for tensor in tensors}) > 1
         ):
             strides = " and ".join(
@@ -367,6 +354,11 @@ def unfit(
             "x.resolve_conj().resolve_neg(), and receive into a tensor that is neither"
         )
     return None
+
+
+def values(tensors: Iterable[torch.Tensor]) -> list:
+    """Return all numbers in these tensors, flattened, as a record keeps them."""
+    return [value for tensor in tensors for value in tensor.detach().reshape(-1).tolist()]
 
 
 @lru_cache(maxsize=1024)

@@ -306,15 +306,10 @@ class World:
         rank.waiting = outer
 
     def check(self, call: Call) -> None:
-        """Compare the ranks' calls of a collective of parallel101's own.
-
-        When all have called and they differ, the run fails.
-        """
+        """Compare the ranks' calls of a collective; end the run if all have called and differ."""
         self.call_checker.check(call)
-        if len(self.call_checker.differing) == len(call.peers) + 1:
-            self.fail(
-                self.call_checker.error() or AssertionError("calls that differ have no error")
-            )
+        if self.call_checker.all_called and (error := self.call_checker.error()):
+            self.fail(error)
             raise RankCancelled
 
     def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
@@ -473,5 +468,5 @@ class World:
         returned = [rank.number for rank in self.ranks if rank.finished]
         notes = [note for world in worlds for note in world.deadlock_notes()]
         deadlock = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)
-        misuses = (world.find_misuse() or world.call_checker.error() for world in worlds)
+        misuses = (world.call_checker.error() or world.find_misuse() for world in worlds)
         return deadlock, next(filter(None, misuses), None)

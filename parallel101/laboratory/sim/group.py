@@ -20,22 +20,16 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.record.calls import (
-    Call,
-    CallChecker,
-    disagreement,
-    rank_at,
-    tensor_changed,
-)
+from parallel101.laboratory.record.calls import Call, tensor_changed
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import (
     COLLECTIVES,
-    CollectiveArguments,
     flat,
     own_limit,
     snapshot,
+    values,
     with_collectives,
 )
 from parallel101.laboratory.sim.async_work import SimWork
@@ -51,7 +45,7 @@ from parallel101.laboratory.sim.message_matching import (
 from parallel101.laboratory.sim.torch_collectives import (
     Buffers,
     buffers_of,
-    check_counts,
+    check_buffers,
     check_reduction,
     duration,
     execute,
@@ -75,7 +69,6 @@ class SharedState:
         self.groups: dict[str, list[int]] = {}  # their ranks, by label
         self.busy_until: dict[str, float] = {}  # when a group's last collective ends
         self.new_group_calls: dict[tuple[str, tuple[int, ...]], list[NewGroupCall]] = {}
-        world.find_misuse = self.find_misuse
 
     def label(self, name: str, ranks: list[int]) -> str:
         """Return the name of a group in the record.
@@ -86,13 +79,6 @@ class SharedState:
             name = f"{name} {ranks}"
             self.groups[name] = ranks
         return name
-
-    def find_misuse(self) -> MisuseError | None:
-        """Return an error for the first incomplete collective on which the ranks do not agree."""
-        return next(
-            (error for collective in self.incomplete.values() if (error := collective.misuse())),
-            None,
-        )
 
     def unfinished(self) -> list[EventRow]:
         """Return the events of all that has not ended, as if it ended now."""
@@ -154,7 +140,7 @@ class SimGroup(PointToPointGroup):
         self.shared = shared
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
-        self.callers = len(self.ranks)  # that have a thread
+        self.callers = self.ranks  # those that have a thread
         member.groups.append(self)
 
     def getBackendName(self) -> str:
@@ -213,18 +199,18 @@ class SimGroup(PointToPointGroup):
         elsewhere = (problem for t in flat(args) if (problem := on_a_device(t, spec.kind)))
         if problem := next(elsewhere, None) or spec.unfit(args, spec.kind):
             refuse(problem, member, where)
-        arguments = spec.arguments(args)
-        if arguments.op is not None:
-            check_reduction(arguments.op, arguments.tensors, self.averages_integers)
-        if arguments.root is not None:
-            rank_at(member.number, spec.kind, arguments.root, self.ranks)
-        buffers = buffers_of(method, args, len(self.ranks)) if arguments.layout != "sparse" else []
-        check_counts(spec.kind, buffers, len(self.ranks), arguments.root == self.rank())
+        others = tuple(rank for rank in self.ranks if rank != member.number)
+        call = Call(member.number, spec.kind, others, self.label, self.posted + 1, where)
+        call = spec.with_arguments(call, args, self.ranks)
+        if call.op is not None:
+            check_reduction(call.op, spec.inputs(args), self.averages_integers)
+        buffers = [] if call.layout == "sparse" else buffers_of(method, args, len(self.ranks))
+        check_buffers(spec.kind, buffers, len(self.ranks), call.root == member.number)
         self.posted += 1
-        return self._begin(spec.kind, arguments, buffers, args, where)
+        return self._begin(call, spec.own_tensors(args), buffers, args)
 
-    def _begin(self, kind: str, *call: Any) -> CollectiveWork:
-        work = CollectiveWork(self, self._collective_with((self.label, self.posted)), kind, *call)
+    def _begin(self, call: Call, *given: Any) -> CollectiveWork:
+        work = CollectiveWork(self, self._collective_with((self.label, self.posted)), call, *given)
         work.collective.join(work)
         return work
 
@@ -252,7 +238,7 @@ class NewGroupCall:
         world, member = self.group.world, self.group.member
         world.enter(member)
         self.calls.append(self)
-        if len(self.calls) == self.group.callers:
+        if len(self.calls) == len(self.group.callers):
             world.schedule(world.now, self)
         world.wait(member, self)
 
@@ -279,11 +265,10 @@ class CollectiveWork(SimWork, dist.Work):
         self,
         group: SimGroup,
         collective: RunningCollective,
-        kind: str,
-        arguments: CollectiveArguments,
+        call: Call,
+        tensors: list[torch.Tensor],
         buffers: list[Buffers],
         args: Sequence[Any],
-        where: str,
     ):
         super().__init__()
         self.world = group.world
@@ -292,73 +277,47 @@ class CollectiveWork(SimWork, dist.Work):
         self.future = None
         self.group = group
         self.collective = collective
-        self.kind = kind
-        self.arguments = arguments
+        self.own_call = call
         self.buffers = buffers
+        self.tensors = tensors
         self.args = args  # keeps the tensors alive
-        self.where = where
         self.posted = self.world.now
-        self.seq = group.posted
         # the options are last, and may have a limit for this call only
         self.seconds = own_limit(args[-1].timeout)
         self.world.time_limits.in_use |= self.seconds is not None
         self.payload: list | None = None
         self.snapshots: list[tuple[torch.Tensor, bytes]] = []
-        if arguments.layout != "sparse":
-            with_numbers = [tensor for tensor in arguments.tensors if not tensor.is_meta]
-            if arguments.nbytes <= group.payload_bytes:
-                self.payload = [
-                    value
-                    for tensor in with_numbers
-                    for value in tensor.detach().reshape(-1).tolist()
-                ]
+        if call.layout != "sparse":
+            with_numbers = [tensor for tensor in tensors if not tensor.is_meta]
+            if call.nbytes <= group.payload_bytes:
+                self.payload = values(with_numbers)
             self.snapshots = [
                 (tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in with_numbers
             ]
 
     def result(self) -> list[torch.Tensor]:
         # the outputs are always the first argument
-        return [] if self.kind == "barrier" or not self.args else flat(self.args[0])
-
-    @property
-    def root(self) -> int | None:
-        return None if self.arguments.root is None else self.group.ranks[self.arguments.root]
+        return [] if self.own_call.kind == "barrier" or not self.args else flat(self.args[0])
 
     def call(self) -> Call:
-        group, me = self.group, self.rank.number
-        others = tuple(r for r in group.ranks if r != me)
-        return Call(
-            me,
-            self.kind,
-            others,
-            group.label,
-            self.seq,
-            self.where,
-            root=self.root,
-            **self.arguments.compared(),
-        )
+        return self.own_call
 
     def missing(self) -> set[int]:
         return set(self.group.ranks) - set(self.collective.works)
 
     def row(self, started: float) -> EventRow:
         """Return this work's event, as if it ended now."""
-        call, arguments, group = self.call(), self.arguments, self.group
-        if (
-            self.kind == "all_to_all" and len(arguments.tensors) == 1
-        ):  # its shapes may differ between ranks, so `arguments` has none to compare
-            call = call._replace(shape=tuple(arguments.tensors[0].shape))
+        call, group = self.own_call, self.group
         event_group = self.world.event_groups.of(
             group.label, group.ranks, torch_private.mesh_axis(group), None
         )
-        posted, now = self.posted, self.world.now
         return tuple(
             call.event(
                 event_group,
-                peer=self.root,
-                posted=posted,
+                peer=call.root,
+                posted=self.posted,
                 start=started,
-                end=now,
+                end=self.world.now,
                 payload=self.payload,
             )
         )
@@ -371,19 +330,12 @@ class CollectiveWork(SimWork, dist.Work):
         )
 
 
-def unfit_buffers(work: CollectiveWork, given: torch.Tensor, output: torch.Tensor) -> MisuseError:
-    """Return the error for a rank that expects something else than another rank gives it."""
-    rank, call = work.rank.number, work.call().brief
-    if given.nbytes != output.nbytes:
-        return MisuseError(
-            f"rank {rank} expects {output.nbytes} bytes from a rank that gives it {given.nbytes}: "
-            f"{call}. Tensor sizes and split sizes must match on all ranks.",
-            rank,
-        )
+def mixed_devices(work: CollectiveWork) -> MisuseError:
+    """Return the error for a rank with numbers among ranks with virtual GPUs, or vice versa."""
     return MisuseError(
-        f"{call}: some ranks pass tensors on the meta device, which have no numbers, and others "
-        f"pass tensors with numbers. {ON_META}",
-        rank,
+        f"{work.own_call.brief}: some ranks pass tensors on the meta device, which have no "
+        f"numbers, and others pass tensors with numbers. {ON_META}",
+        work.rank.number,
     )
 
 
@@ -398,40 +350,25 @@ class RunningCollective:
         self.group = group  # any member's view of it
         self.key = key
         self.works: dict[int, CollectiveWork] = {}  # by rank of the world
-        self.agreed = True
         self.started = 0.0
 
     def join(self, work: CollectiveWork) -> None:
-        """Add one more rank's call.
-
-        Raises MisuseError in the last one if the ranks' calls do not agree.
-        """
-        first = next(iter(self.works.values()), work)
-        self.works[work.rank.number] = work
-        if work is not first and disagreement(first.call(), work.call()):
-            self.agreed = False
-        if len(self.works) == self.group.callers:
-            world, shared, label = self.group.world, self.group.shared, self.group.label
-            del shared.incomplete[self.key]
-            if (error := self.misuse()) is not None:
-                world.fail(error)
-                raise error
+        """Add one more rank's call. The run fails in the last one if the calls do not agree."""
+        group, call = self.group, work.own_call
+        world, shared, label = group.world, group.shared, group.label
+        self.works[call.rank] = work
+        others = tuple(rank for rank in group.callers if rank != call.rank)
+        world.check(call._replace(group=str(self.key), peers=others))
+        if len(self.works) == len(group.callers):
             # The collectives of a group run one after the other, as on NCCL's stream and gloo's
             # threads.
             self.started = max(world.now, shared.busy_until.get(label, 0.0))
-            nbytes = max(work.arguments.nbytes for work in self.works.values())
+            nbytes = max(work.own_call.nbytes for work in self.works.values())
             shared.busy_until[label] = self.started + duration(
-                work.kind, self.group.ranks, nbytes, world.route
+                call.kind, group.ranks, nbytes, world.route
             )
             world.schedule(shared.busy_until[label], self)
-
-    def misuse(self) -> MisuseError | None:
-        """Return an error naming the rank whose call differs from the others; None so far."""
-        if self.agreed:
-            return None
-        call_checker = CallChecker()
-        call_checker.differing = [work.call() for work in self.works.values()]
-        return call_checker.error()
+            del shared.incomplete[self.key]
 
     def fire(self) -> None:
         """End the collective, because its time is over: all ranks get their results."""
@@ -454,28 +391,26 @@ class RunningCollective:
             if work.changed():
                 world.fail(tensor_changed(work.call()))
                 return
-        first = works[0]
-        counts = {len(work.buffers): work for work in works}
+        first = works[0].own_call
+        counts = {len(work.buffers): work.own_call for work in works}
         if len(counts) > 1:
-            one, other = list(counts.values())[:2]
+            (one, theirs), (other, call) = list(counts.items())[:2]
             world.fail(
                 MisuseError(
-                    f"rank {one.rank.number} passes {len(one.buffers)} tensors to {first.kind}, "
-                    f"and rank {other.rank.number} passes {len(other.buffers)}: "
-                    f"{other.call().brief}. The lists must be equally long on all ranks.",
-                    other.rank.number,
+                    f"rank {theirs.rank} passes {one} tensors to {first.kind}, and rank "
+                    f"{call.rank} passes {other}: {call.brief}. The lists must be equally long on "
+                    "all ranks.",
+                    call.rank,
                 )
             )
             return
-        if first.arguments.layout == "sparse":
-            sum_sparse([work.arguments.tensors for work in works])
+        if first.layout == "sparse":
+            sum_sparse([work.tensors for work in works])
+        root = None if first.root is None else self.group.ranks.index(first.root)
         for buffers in zip(*(work.buffers for work in works), strict=True):
-            moves = moves_of(first.kind, buffers, first.arguments.root)
+            moves = moves_of(first.kind, buffers, root)
             for position, output, inputs in moves:
-                for given in inputs:
-                    if given.nbytes != output.nbytes or (
-                        given.nbytes and given.is_meta != output.is_meta
-                    ):
-                        world.fail(unfit_buffers(works[position], given, output))
-                        return
-            execute(moves, first.arguments.op)
+                if any(x.nbytes and x.is_meta != output.is_meta for x in inputs):
+                    world.fail(mixed_devices(works[position]))
+                    return
+            execute(moves, first.op)

@@ -38,7 +38,14 @@ from parallel101.laboratory.record.calls import (
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup, EventRow
 from parallel101.laboratory.record.program_lines import where as where_from
-from parallel101.laboratory.record.signatures import WHOLE, memory, own_limit, snapshot, unfit
+from parallel101.laboratory.record.signatures import (
+    WHOLE,
+    memory,
+    own_limit,
+    snapshot,
+    unfit,
+    values,
+)
 from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.spans import Collective, current_collective
@@ -406,11 +413,8 @@ class PointToPointGroup(torch_private.PythonGroup):
         nbytes, pointer = work.nbytes, work.pointer
         if pointer:
             work.snapshot = snapshot(pointer, nbytes)
-        work.payload = (
-            tensor.detach().reshape(-1).tolist()
-            if nbytes <= self.payload_bytes and not tensor.is_meta
-            else None
-        )
+        keeps_values = nbytes <= self.payload_bytes and not tensor.is_meta
+        work.payload = values([tensor]) if keeps_values else None
         work.latency, bandwidth, work.hops = world.route(rank.number, peer)
         work.duration = work.latency + nbytes / bandwidth
         work.order = rank.send_order = rank.send_order + 1 if rank.in_flight else 0

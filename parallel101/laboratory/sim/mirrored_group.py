@@ -96,6 +96,7 @@ class MirroredState(SharedState):
 
     def __init__(self, world: World, payload_bytes: int):
         super().__init__(world, payload_bytes)
+        world.find_misuse = self.find_misuse
         self.unmatched = MirroredMessages(world.network.eager)
         self.lines: dict[tuple[int, ...], MirroredLine] = {}
 
@@ -109,8 +110,8 @@ class MirroredState(SharedState):
         mirrors = mirrors_of(self.world)
         waits = [rank.waiting.call() for rank in self.world.ranks if rank.waiting is not None]
         absent = (call for call in waits if not set(call.peers).issubset(mirrors.present))
-        if (error := super().find_misuse()) is not None or (call := next(absent, None)) is None:
-            return error
+        if (call := next(absent, None)) is None:
+            return None
         return MisuseError(
             f"rank {call.rank} waits forever: {call.brief}. Only {len(mirrors.present)} of the "
             f"{self.world.size} ranks have a thread, and stand for the others along "
@@ -130,7 +131,8 @@ class MirroredGroup(SimGroup):
         super().__init__(shared, *args)
         self.line: MirroredLine | None = None  # of the collective whose messages are posted
         mirrors = mirrors_of(shared.world)
-        self.callers = len({*map(mirrors.representative, self.ranks)}.intersection(self.ranks))
+        stand = {*map(mirrors.representative, self.ranks)}
+        self.callers = [rank for rank in self.ranks if rank in stand]
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SimWork:
         with torch_private.no_function_modes():

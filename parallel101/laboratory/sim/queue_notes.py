@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel101.laboratory.record.calls import disagreement
+from parallel101.laboratory.record.calls import Call, disagreement
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.sim.message_matching import MessageWork
 from parallel101.laboratory.sim.queues import (
@@ -76,12 +76,14 @@ def _other_sides(
                     yield other, operation
 
 
+def _call_of(one: MessageWork | QueuedCollective) -> Call:
+    return one.own_call if isinstance(one, QueuedCollective) else one.call()
+
+
 def _text(one: MessageWork | QueuedCollective) -> str:
-    return (
-        {"send": f"send to rank {one.peer}", "recv": f"receive from rank {one.peer}"}[one.kind]
-        if isinstance(one, MessageWork)
-        else one.kind
-    )
+    call = _call_of(one)
+    to = {"send": "send to", "recv": "receive from"}
+    return f"{to[call.kind]} rank {call.peers[0]}" if call.kind in to else call.kind
 
 
 def _behind(one: MessageWork | QueuedCollective, started: Operation) -> Note:
@@ -89,7 +91,7 @@ def _behind(one: MessageWork | QueuedCollective, started: Operation) -> Note:
     return (
         f"rank {one.rank.number}'s {_text(one)} waits in the queue behind its "
         f"{_text(started.first)}{batch}",
-        one.where,
+        _call_of(one).where,
     )
 
 
@@ -105,4 +107,4 @@ def _in_another_queue(message: MessageWork, batched: bool, other: MessageWork) -
 
 
 def _different(collective: QueuedCollective, other: QueuedCollective) -> Note:
-    return f"{disagreement(collective.own_call(), other.own_call())}".replace("\n", "\n  "), ""
+    return f"{disagreement(collective.own_call, other.own_call)}".replace("\n", "\n  "), ""

@@ -57,7 +57,6 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import caller
-from parallel101.laboratory.record.signatures import CollectiveArguments
 from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
@@ -154,9 +153,7 @@ class Operation(SimWork):
         first = self.queue[0].first
         # tags play no part
         return (
-            first.own_call()
-            if isinstance(first, QueuedCollective)
-            else first.call()._replace(tag=0)
+            first.own_call if isinstance(first, QueuedCollective) else first.call()._replace(tag=0)
         )
 
     def missing(self) -> set[int]:
@@ -237,7 +234,6 @@ class QueuedCollective(CollectiveWork):
         super().finish()
         self.operation.one_ended()
 
-    own_call = CollectiveWork.call
     absent = CollectiveWork.missing
 
     def call(self) -> Call:
@@ -291,21 +287,21 @@ class QueuedGroup(SimGroup):
             self._end_batch()
         return operation
 
-    def _begin(self, kind: str, arguments: CollectiveArguments, *call: Any) -> CollectiveWork:
-        if arguments.layout == "sparse":
+    def _begin(self, call: Call, *given: Any) -> CollectiveWork:
+        if call.layout == "sparse":
             raise RuntimeError(
-                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does not "
+                f"rank {call.rank} passes a sparse tensor to {call.kind}, and NCCL does not "
                 "support that (NCCL.cpp, allreduce_sparse: only in its experimental branch): pass "
                 "x.to_dense()"
             )
-        self.called[kind] += 1
-        key = (self.label, self.called[kind], kind)
-        work = QueuedCollective(self, self._collective_with(key), kind, arguments, *call)
+        self.called[call.kind] += 1
+        key = (self.label, self.called[call.kind], call.kind)
+        work = QueuedCollective(self, self._collective_with(key), call, *given)
         coalescing = self.batch is not None and self.batch_call is None
         operation = self.batch if self.batch is not None and coalescing else Operation(self)
         operation.add(work)
         work.key = key
-        self.noted.begins(self.member.number, key, self.ranks, work.where)
+        self.noted.begins(call.rank, key, self.ranks, call.where)
         if not coalescing:
             operation.put(self.label)
         return work

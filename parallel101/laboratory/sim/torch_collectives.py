@@ -27,6 +27,7 @@ import torch
 
 from parallel101.cost.closed_forms import ring_cost
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat, layout
+from parallel101.laboratory.record.units import listed
 from parallel101.laboratory.sim.network import Router
 
 
@@ -70,15 +71,27 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     return [Buffers(side("inputs", x, in_rows), side("outputs", y, out_rows)) for y, x in calls]
 
 
-def check_counts(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
-    """Raise ValueError, as gloo does, for a list that hasn't one tensor for each rank."""
+def check_buffers(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
+    """Raise ValueError, as gloo does, for tensors that aren't one of one size for each rank.
+
+    (What an all-to-all gives and expects may differ: the ranks compare it.)
+    """
     for given in buffers:
-        sides = {"inputs": given.inputs, "outputs": given.outputs}
         for side in _SPREAD.get(kind, ()):
-            if len(sides[side]) != p and (at_root or kind not in ("gather", "scatter")):
+            count = len(getattr(given, side))
+            if count != p and (at_root or kind not in ("gather", "scatter")):
                 raise ValueError(
-                    f"{kind}'s list of {side} has {_tensors(len(sides[side]))}, and the group has "
-                    f"{p} rank{'s' * (p != 1)}: pass one tensor for each rank"
+                    f"{kind}'s list of {side} has {count} tensor{'s' * (count != 1)}, and the "
+                    f"group has {p} rank{'s' * (p != 1)}: pass one tensor for each rank"
+                )
+        tensors = (*given.inputs, *given.outputs)
+        facts = {"dtypes": [t.dtype for t in tensors], "sizes": [t.numel() for t in tensors]}
+        for what, of_each in facts.items():
+            different = listed(sorted(set(map(str, of_each))))
+            if len(set(of_each)) > 1 and (kind, what) != ("all_to_all", "sizes"):
+                raise ValueError(
+                    f"{kind}'s tensors have different {what}: {different}. Pass tensors of one "
+                    "dtype, and of one size for all ranks"
                 )
 
 
@@ -90,10 +103,6 @@ _SPREAD = {
     "reduce_scatter": ("inputs",),
     "all_to_all": ("inputs", "outputs"),
 }
-
-
-def _tensors(count: int) -> str:
-    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
