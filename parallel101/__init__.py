@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
         all_reduce_async,
         reduce_scatter_async,
     )
-    from parallel101.laboratory.analysis.axis_traffic import axis_traffic
+    from parallel101.laboratory.analysis.traffic import axis_traffic
     from parallel101.laboratory.grade.notebook import check, hint, predict
     from parallel101.laboratory.planner.known_models import shape_of_model
     from parallel101.laboratory.planner.published import published_errors

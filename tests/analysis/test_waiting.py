@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.laboratory.analysis.traffic import slowest_links
 from parallel101.laboratory.analysis.waiting import (
     rank_times,
     slowest_calls,
-    slowest_links,
     waits,
     with_compute,
 )

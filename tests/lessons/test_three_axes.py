@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.axis_traffic import axis_traffic
+from parallel101.laboratory.analysis.traffic import axis_traffic
 from parallel101.models.gpt import GPT, GPTConfig
 from parallel101.models.text import TextBatches
 from tests.lessons.lesson import answer, definitions, source

@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.waiting import (
-    collective_totals,
-    rank_times,
-    slowest_calls,
-    slowest_links,
-    traffic,
-    waits,
-)
+from parallel101.laboratory.analysis.traffic import collective_totals, slowest_links, traffic
+from parallel101.laboratory.analysis.waiting import rank_times, slowest_calls, waits
 from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.rank_files import (
     RankFiles,

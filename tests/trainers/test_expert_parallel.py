@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.axis_traffic import axis_traffic
-from parallel101.laboratory.analysis.waiting import traffic
+from parallel101.laboratory.analysis.traffic import axis_traffic, traffic
 from parallel101.models.experts import Experts, MixtureOfExperts
 from parallel101.trainers.expert_parallel import Combine, Dispatch, count_rows, experts_over_ranks
 from tests.trainers.cases import randn

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.axis_traffic import axis_traffic
+from parallel101.laboratory.analysis.traffic import axis_traffic
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene
 from tests.record.test_last_events import window

@@ -8,13 +8,11 @@ logical_topology.py     who sent to whom: a ring, a tree, a grid, …
 replay.py               these together: what each rank held after each step
 rank_blocks.py          what each rank was given and returned, as rows of blocks
 verdict.py              which collective it was, and what is wrong with its result
-held_blocks.py          which blocks each rank of a sharded product held
-sum_terms.py                which terms of its sum are in a block
-rank_sums.py            what each rank did, in sums
+held_blocks.py          which blocks each rank of a sharded product held, and which terms of them
 waiting.py              how long ranks waited, for whom, and in which lines
 run_window.py           when a run took place, and a part of its record
 critical_path.py        what the run time depended on
 overlap.py              how much communication overlaps with compute
 pipeline_times.py       bubbles and activations held, of schedules and of recorded pipelines
-axis_traffic.py         the messages and bytes of each axis of a mesh
+traffic.py              messages and bytes: of each axis of a mesh, from rank to rank, …
 """

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from parallel101.laboratory.analysis.overlap import union
 from parallel101.laboratory.analysis.waiting import FROM_ROOT
 from parallel101.laboratory.record.events import P2P, Event, Message
-from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.trace import Trace, call_key
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 
 # on a measured clock: if a rank was blocked for less than this share of a call's time in flight,
@@ -216,7 +216,7 @@ def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
     parts: dict[tuple, list[Event]] = defaultdict(list)
     for e in events:
         if e.kind not in P2P and e.kind != "span":
-            parts[e.group.name, e.group.ranks, e.kind, e.seq].append(e)
+            parts[call_key(e)].append(e)
     for key, of in parts.items():
         for e in of:
             needed = [

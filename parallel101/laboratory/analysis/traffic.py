@@ -1,13 +1,12 @@
-"""Counts the traffic of each mesh axis, from the groups that events carry.
+"""Counts what ranks sent: by line, by axis of a mesh, from rank to rank, and by collective.
 
     dp       rank 0 → rank 4   gradients
     tp       rank 0 → rank 1   partial sums
     pp       rank 0 → rank 2   activations
     no axis                    messages of a group that no named mesh made
 
-Each message is counted once, where it was sent. If the record has the last events of a long run
-only, the counts and bytes are still those of the whole run. `laboratory.viz.axis_timeline` draws
-them.
+Each message is counted once, where it was sent. All counts are sums over the events that the record
+kept and the sums of those before them (record/totals.py), so they are those of the whole run.
 """
 
 from __future__ import annotations
@@ -17,14 +16,50 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import TimeWindow, time_windows
-from parallel101.laboratory.analysis.rank_sums import (
-    is_collective,
-    rank_sums,
-    total,
-)
 from parallel101.laboratory.record.events import P2P, Event, Message
-from parallel101.laboratory.record.totals import SumKey, Sums
+from parallel101.laboratory.record.totals import NOTHING, WAIT, SumKey, Sums, add_to, is_call
 from parallel101.laboratory.record.trace import Trace
+
+RankSums = dict[int, dict[SumKey, Sums]]  # by rank
+
+
+def rank_sums(trace: Trace, within: str | None = None, unfinished: bool = False) -> RankSums:
+    """Return the sums over the calls of each rank, and over the times in which it was blocked.
+
+    Args:
+        trace: the record of a run.
+        within: only what a rank posts in its last span of this name. None: everything.
+        unfinished: whether calls that never ended count.
+
+    Raises:
+        ValueError: no span has that name.
+    """
+    (window,) = time_windows(trace, [within] if within else [])
+    events = [*trace.events, *trace.unfinished] if unfinished else trace.events
+    counted: dict[int, list[Event]] = defaultdict(list)
+    calls = (event for event in events if is_call(event) and window.has_post(event))
+    for event in (*(trace.earlier if within is None else ()), *calls):
+        counted[event.rank].append(event)
+    sums: RankSums = {rank: {} for rank in range(trace.world_size)}
+    for rank in sums:
+        add_to(sums[rank], counted[rank])
+    return sums
+
+
+def is_collective(key: SumKey) -> bool:
+    return key.kind not in P2P and key.kind not in ("span", WAIT)
+
+
+def total(sums: dict[SumKey, Sums], counts: Callable[[SumKey], bool]) -> Sums:
+    """Return the sum over all keys that count."""
+    result = NOTHING
+    for key, of_key in sums.items():
+        if counts(key):
+            result = result.plus(of_key)
+    return result
+
+
+# ── By axis
 
 # of the usual axes; others follow, and what has no axis is last
 ORDER = ("dp", "dp_cp", "dp_ep", "dp_cp_ep", "cp", "ep", "pp", "tp")
@@ -94,3 +129,107 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
 
 def _is_sent(key: SumKey) -> bool:
     return key.kind == "send" or is_collective(key)
+
+
+# ── From rank to rank
+
+
+class Traffic(NamedTuple):
+    """The point-to-point messages from each rank (a row) to each other rank (a column)."""
+
+    nbytes: list[list[int]]
+    messages: list[list[int]]
+
+
+def traffic(trace: Trace, within: str | None = None) -> Traffic:
+    """Count the messages of a run and their bytes.
+
+    Args:
+        trace: its record.
+        within: only what a rank posts in its last span of this name. None: everything.
+
+    Raises ValueError if no span has that name.
+    """
+    n = trace.world_size
+    sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
+    for rank, sums in rank_sums(trace, within).items():
+        for key, of_key in sums.items():
+            if key.kind == "send" and key.peer is not None:
+                sent.nbytes[rank][key.peer] += of_key.nbytes
+                sent.messages[rank][key.peer] += of_key.events
+    return sent
+
+
+class LinkTimes(NamedTuple):
+    """The messages from one rank to another.
+
+    If the record has only the last events of the run, seconds count only these.
+    """
+
+    src: int
+    dst: int
+    messages: int
+    nbytes: int
+    seconds: float  # from when both sides were ready until the receiver had the data, summed
+    slowest: float  # the longest of these
+    timed_bytes: int  # of the messages whose seconds are known
+
+
+def slowest_links(trace: Trace) -> list[LinkTimes]:
+    """Return the links between ranks that sent messages, the one that took most time first."""
+    timed: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+    for message in trace.messages():
+        timed[message.src, message.dst].append((message.end - message.start, message.nbytes))
+    sent = traffic(trace)
+    rows = [
+        LinkTimes(
+            src,
+            dst,
+            count,
+            sent.nbytes[src][dst],
+            sum(t for t, _ in timed[src, dst]),
+            max((t for t, _ in timed[src, dst]), default=0.0),
+            sum(n for _, n in timed[src, dst]),
+        )
+        for src, counts in enumerate(sent.messages)
+        for dst, count in enumerate(counts)
+        if count and src != dst
+    ]
+    return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
+
+
+# ── By collective
+
+
+class CollectiveTotals(NamedTuple):
+    """All calls of one of torch's collectives among the same ranks."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    axis: str | None
+    calls: int  # on each rank
+    nbytes: int  # of each rank's payload, summed over its calls
+
+
+def collective_totals(trace: Trace) -> list[CollectiveTotals]:
+    """Return torch's own collectives by operation and ranks, the one with most bytes first.
+
+    Calls and bytes are those of the rank that has most.
+    """
+    by_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
+    for rank, sums in rank_sums(trace).items():
+        for key, of_key in sums.items():
+            if is_collective(key):
+                among = by_rank[key.kind, key.group.ranks, key.group.axis]
+                among[rank] = among[rank].plus(of_key)
+    rows = [
+        CollectiveTotals(
+            kind,
+            ranks,
+            axis,
+            max(sums.events for sums in of_call.values()),
+            max(sums.nbytes for sums in of_call.values()),
+        )
+        for (kind, ranks, axis), of_call in by_rank.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import seconds, union
-from parallel101.laboratory.analysis.rank_sums import is_collective, rank_sums, total
 from parallel101.laboratory.analysis.run_window import first_call, run_times
+from parallel101.laboratory.analysis.traffic import is_collective, rank_sums, total
 from parallel101.laboratory.record.events import P2P, Event, span_event
 from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums, sums_of
-from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.record.trace import Trace, call_key
 from parallel101.spans import OPTIMIZER_STEP
 
 FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
@@ -54,31 +54,6 @@ class RankTimes(NamedTuple):
     waiting: float
     # of the waiting: until the rank that came last made its part of the call
     waited_for: dict[int, float]
-
-
-class LinkTimes(NamedTuple):
-    """The messages from one rank to another.
-
-    If the record has only the last events of the run, seconds count only these.
-    """
-
-    src: int
-    dst: int
-    messages: int
-    nbytes: int
-    seconds: float  # from when both sides were ready until the receiver had the data, summed
-    slowest: float  # the longest of these
-    timed_bytes: int  # of the messages whose seconds are known
-
-
-class CollectiveTotals(NamedTuple):
-    """All calls of one of torch's collectives among the same ranks."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    axis: str | None
-    calls: int  # on each rank
-    nbytes: int  # of each rank's payload, summed over its calls
 
 
 class CallTimes(NamedTuple):
@@ -157,82 +132,9 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     return rows
 
 
-class Traffic(NamedTuple):
-    """The point-to-point messages from each rank (a row) to each other rank (a column)."""
-
-    nbytes: list[list[int]]
-    messages: list[list[int]]
-
-
-def traffic(trace: Trace, within: str | None = None) -> Traffic:
-    """Count the messages of a run and their bytes.
-
-    Args:
-        trace: its record.
-        within: only what a rank posts in its last span of this name. None: everything.
-
-    Raises ValueError if no span has that name.
-    """
-    n = trace.world_size
-    sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
-    for rank, sums in rank_sums(trace, within).items():
-        for key, of_key in sums.items():
-            if key.kind == "send" and key.peer is not None:
-                sent.nbytes[rank][key.peer] += of_key.nbytes
-                sent.messages[rank][key.peer] += of_key.events
-    return sent
-
-
 def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
     """Return the seconds that each rank (a row) waited for each other one (a column) to call."""
     return [[row.waited_for.get(rank, 0.0) for rank in range(len(rows))] for row in rows]
-
-
-def slowest_links(trace: Trace) -> list[LinkTimes]:
-    """Return the links between ranks that sent messages, the one that took most time first."""
-    timed: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
-    for message in trace.messages():
-        timed[message.src, message.dst].append((message.end - message.start, message.nbytes))
-    sent = traffic(trace)
-    rows = [
-        LinkTimes(
-            src,
-            dst,
-            count,
-            sent.nbytes[src][dst],
-            sum(t for t, _ in timed[src, dst]),
-            max((t for t, _ in timed[src, dst]), default=0.0),
-            sum(n for _, n in timed[src, dst]),
-        )
-        for src, counts in enumerate(sent.messages)
-        for dst, count in enumerate(counts)
-        if count and src != dst
-    ]
-    return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
-
-
-def collective_totals(trace: Trace) -> list[CollectiveTotals]:
-    """Return torch's own collectives by operation and ranks, the one with most bytes first.
-
-    Calls and bytes are those of the rank that has most.
-    """
-    by_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
-    for rank, sums in rank_sums(trace).items():
-        for key, of_key in sums.items():
-            if is_collective(key):
-                among = by_rank[key.kind, key.group.ranks, key.group.axis]
-                among[rank] = among[rank].plus(of_key)
-    rows = [
-        CollectiveTotals(
-            kind,
-            ranks,
-            axis,
-            max(sums.events for sums in of_call.values()),
-            max(sums.nbytes for sums in of_call.values()),
-        )
-        for (kind, ranks, axis), of_call in by_rank.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
 
 
 def with_compute(trace: Trace) -> Trace:
@@ -320,20 +222,12 @@ def _by_call(trace: Trace) -> tuple[Ended, Parts]:
     for event in [*trace.events, *trace.unfinished]:
         if event.kind != "span":
             events[event.rank, event.kind, event.group.name].append(event)
-            parts[_call(event)][event.rank] = event.posted
+            parts[call_key(event)][event.rank] = event.posted
     ended = {}
     for key, of in events.items():
         of.sort(key=lambda event: event.end)
         ended[key] = [event.end for event in of], of
     return ended, parts
-
-
-def _call(event: Event) -> tuple:
-    """Return a key for a call that is the same on all ranks that take part."""
-    if event.kind not in P2P:
-        return event.group.name, event.group.ranks, event.kind, event.seq
-    src, dst = (event.rank, event.peer) if event.kind == "send" else (event.peer, event.rank)
-    return event.group.name, src, dst, event.tag, event.seq
 
 
 def _event_of(span: Event, ended: Ended) -> Event | None:
@@ -361,7 +255,7 @@ def _wait(
     if event is None:
         return unknown
     needed = [event.peer] if kind in P2P or kind in FROM_ROOT else event.group.ranks
-    posted = parts[_call(event)]
+    posted = parts[call_key(event)]
     if may_lack_parts and not all(rank in posted for rank in needed if rank is not None):
         return unknown._replace(nbytes=event.nbytes)
     others = [

@@ -10,12 +10,12 @@ from __future__ import annotations
 from html import escape
 
 from parallel101.laboratory.analysis.run_window import window
+from parallel101.laboratory.analysis.traffic import traffic
 from parallel101.laboratory.analysis.training_steps import training_steps
 from parallel101.laboratory.analysis.waiting import (
     Wait,
     late_for,
     rank_times,
-    traffic,
     waits,
     with_compute,
 )

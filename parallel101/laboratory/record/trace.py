@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.record.chrome import chrome_events
-from parallel101.laboratory.record.events import Event, EventGroup, EventRow, Message, events_of
+from parallel101.laboratory.record.events import (
+    P2P,
+    Event,
+    EventGroup,
+    EventRow,
+    Message,
+    events_of,
+)
 from parallel101.laboratory.record.totals import EventSums, sums_of
 
 FORMATS = "parallel101 trace 4", "parallel101 trace 2"  # what is written; also read: no `earlier`
@@ -141,10 +148,10 @@ class Trace:
 
         A send for which nobody waited has ended if its receive has.
         """
-        ends = {(channel(e), e.seq): e.end for e in self.events if e.kind == "recv"}
+        ends = {call_key(e): e.end for e in self.events if e.kind == "recv"}
         still, ended = [], []
         for e in self.unfinished:
-            end = ends.get((channel(e), e.seq)) if e.kind == "send" else None
+            end = ends.get(call_key(e)) if e.kind == "send" else None
             if end is None:
                 still.append(e)
             else:
@@ -225,11 +232,11 @@ class Trace:
         If earlier events are missing, a receive from any rank has no number that its send has, and
         is left out.
         """
-        sends = {(channel(e), e.seq): e for e in self.events if e.kind == "send"}
+        sends = {call_key(e): e for e in self.events if e.kind == "send"}
         paired = [
             _message(send, e)
             for e in self.events
-            if e.kind == "recv" and (send := sends.pop((channel(e), e.seq), None)) is not None
+            if e.kind == "recv" and (send := sends.pop(call_key(e), None)) is not None
         ]
         return sorted(paired, key=BY_ARRIVAL)
 
@@ -309,6 +316,13 @@ def channel(e: Event) -> tuple:
     """Return what a send and its receive have in common, but for their sequence number."""
     src, dst = (e.rank, e.peer) if e.kind == "send" else (e.peer, e.rank)
     return src, dst, e.tag, e.group.name
+
+
+def call_key(e: Event) -> tuple:
+    """Return a key for a call that is the same on all ranks that take part."""
+    if e.kind in P2P:
+        return *channel(e), e.seq
+    return e.group.name, e.group.ranks, e.kind, e.seq
 
 
 def shifted(events: Iterable[Event], seconds: float) -> list[Event]:

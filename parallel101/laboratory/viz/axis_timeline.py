@@ -6,7 +6,7 @@
 
 The first panel shows what the ranks compute. In the others, the upper half of a row shows what the
 rank sends, and the lower half what it receives. The axis of a message is in the record: it is the
-axis of the mesh in whose group the message was sent. `laboratory.analysis.axis_traffic` counts.
+axis of the mesh in whose group the message was sent. `laboratory.analysis.traffic` counts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from parallel101.laboratory.analysis.axis_traffic import AxisTraffic, axis_traffic
 from parallel101.laboratory.analysis.overlap import union
+from parallel101.laboratory.analysis.traffic import AxisTraffic, axis_traffic
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.rows import (

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parallel101.laboratory.analysis.waiting import Traffic, traffic
+from parallel101.laboratory.analysis.traffic import Traffic, traffic
 from parallel101.laboratory.record.events import P2P
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 from parallel101.laboratory.analysis.run_window import recorded_from, run_times, script_marks
 from parallel101.laboratory.analysis.slower_ranks import slower_ranks
+from parallel101.laboratory.analysis.traffic import collective_totals, slowest_links
 from parallel101.laboratory.analysis.waiting import (
     CallTimes,
     RankTimes,
     Wait,
-    collective_totals,
     rank_times,
     slowest_calls,
-    slowest_links,
     waits,
 )
 from parallel101.laboratory.record.program_lines import shown
