@@ -279,9 +279,21 @@ def after_backward(callback: Callable[[], Any]) -> bool:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of a module or a class other values, inside the block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def ahead_of_futures(
     waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call `waits(done)` before Python waits for an unfinished torch future, inside the block.
 
     `asks()` is called before done() returns False. Relies on all waiting in Python, including
@@ -300,42 +312,34 @@ def ahead_of_futures(
             asks()
         return done(self)
 
-    future.wait, future.done = wait_first, ask_first
-    try:
-        yield
-    finally:
-        future.wait, future.done = wait, done
+    return replaced(future, wait=wait_first, done=ask_first)
 
 
-@contextlib.contextmanager
-def around_profiler(uses: Callable[[], None], stops: Callable[[], None]) -> Iterator[None]:
+def around_profiler(
+    uses: Callable[[], None], stops: Callable[[], None]
+) -> AbstractContextManager[None]:
     """Call `uses()` before torch's profiler starts or stops, inside the block.
 
     `stops()` is called after it has stopped. Relies on torch.autograd.profiler, which
     torch.profiler uses, calling these three of its names.
     """
     profiler: Any = torch.autograd.profiler
-    names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
-    originals = {name: getattr(profiler, name) for name in names}
 
     def calling(name: str) -> Callable[..., Any]:
+        original = getattr(profiler, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             uses()
             try:
-                return originals[name](*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 if name == "_disable_profiler":
                     stops()
 
         return call
 
-    for name in names:
-        setattr(profiler, name, calling(name))
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(profiler, name, originals[name])
+    names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
+    return replaced(profiler, **{name: calling(name) for name in names})
 
 
 def wrap_new_groups(
@@ -445,13 +449,10 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
         importlib.import_module(name)
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
     ]
-    with contextlib.ExitStack() as changes:
-        for kind in ("fused", "foreach"):
-            name = f"_get_{kind}_kernels_supported_devices"
-            devices = [*getattr(modules[0], name)(), "meta"]
-            for module in modules:
-                changes.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, functools.partial(list, devices))
+    names = [f"_get_{kind}_kernels_supported_devices" for kind in ("fused", "foreach")]
+    devices = {name: [*getattr(modules[0], name)(), "meta"] for name in names}
+    lists: dict[str, Any] = {name: functools.partial(list, devices[name]) for name in names}
+    with replaced(modules[0], **lists), replaced(modules[1], **lists):
         yield
 
 

@@ -9,8 +9,11 @@ and those of the second are put in their place:
     torch.distributed   the default group and all others, as `dist.get_rank()` and DDP find them
                         (record/torch_private.RankWorld)
     modules             those that the program imports from its own files, with their globals, and
-                        `__main__` (modules.py)
-    random numbers      torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
+                        `__main__`
+    random numbers      torch's, Python's and NumPy's, and torch's default dtype. torch starts every
+                        rank from the default seed, as in a fresh process. Python and NumPy would
+                        seed a fresh process from the system. Here they are seeded with the rank's
+                        number instead: ranks differ, and a run is the same every time
     os.environ          with RANK, WORLD_SIZE, … (ranks/program.py sets them)
     logging             the root logger and the loggers that the program makes, with handlers and
                         levels. There is one root logger object, since the loggers of libraries hold
@@ -36,30 +39,43 @@ Still shared by all ranks, unlike in processes:
     - torch's profiler: one rank may use it, and a second one at the same time gets a RuntimeError
     - the working directory, sys.path, sys.argv, open files, and the environment that C code and
       child processes see
-    - modules that were loaded before the run (see modules.py)
+    - modules that were loaded before the run
 """
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import logging
 import os
+import random
+import site
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import _bootstrap
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from types import ModuleType
 from typing import Any
 
+import torch
+
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.sim.modules import RankModules
-from parallel101.laboratory.sim.random_states import (
-    functions_of_running_rank,
-    own_random_states,
-)
 
 ACCELERATE = "accelerate.state"
 ITS_CLASSES = ("PartialState", "AcceleratorState", "GradientState")
+MAIN = "__main__"
+# a module is locked by its name while it is imported, and a rank may communicate meanwhile
+importing: Any = _bootstrap
+LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+    }
+)
 
 
 class ProcessStates:
@@ -166,3 +182,174 @@ def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
     yield manager, "__dict__", lambda: {**vars(manager), "loggerDict": {**manager.loggerDict}}
     yield logging, "_handlers", weakref.WeakValueDictionary
     yield logging, "_handlerList", list
+
+
+# ── The program's own modules
+
+
+class RankModules:
+    """Keeps apart which modules are loaded, as one attribute.
+
+        rank 0: import parallel_state ──▶ a module of rank 0 ─┐
+        rank 1: import parallel_state ──▶ a module of rank 1 ─┘
+            sys.modules holds those of the rank that runs; a switch exchanges them
+
+    Each rank has its own copies of the modules among the program's own files, and so its own
+    globals in them. Shared are modules that were loaded before the run, the standard library,
+    everything in site-packages, and modules in machine code.
+
+    It is in `sys.meta_path` during the run, to see what is imported. Until a rank imports a module
+    of the program (`in_use`) or replaces `__main__`, there is nothing to switch.
+    """
+
+    # a rank's modules, and the locks of those that it is importing
+    at_start: tuple[dict[str, ModuleType], dict[str, Any]] = {}, {}
+
+    def __init__(self) -> None:
+        self.before_run = {name.partition(".")[0] for name in sys.modules}
+        self.main, self.locks = sys.modules[MAIN], importing._module_locks
+        self.names = {MAIN}
+        self.in_use = False
+
+    def __enter__(self) -> RankModules:
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+        importing._module_locks = self.locks
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module that is not in sys.modules. Python calls this to import it."""
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if name.partition(".")[0] not in self.before_run and not in_library(spec):
+                    self.names.add(name)
+                    self.in_use = True
+                return spec
+        return None
+
+    @property
+    def loaded(self) -> tuple[dict[str, ModuleType], dict[str, Any]]:
+        """The running rank's own modules."""
+        loaded = sys.modules
+        if not self.in_use and loaded[MAIN] is self.main:
+            return self.at_start
+        self.in_use = True
+        own = {name: loaded[name] for name in self.names if name in loaded}
+        return own, importing._module_locks
+
+    @loaded.setter
+    def loaded(self, coming: tuple[dict[str, ModuleType], dict[str, Any]]) -> None:
+        own, locks = coming if coming is not self.at_start else ({MAIN: self.main}, {})
+        for name in self.names - own.keys():
+            sys.modules.pop(name, None)
+        sys.modules.update(own)
+        importing._module_locks = locks
+
+
+def in_library(spec: ModuleSpec) -> bool:
+    """Return whether a module belongs to Python or an installed package, or is machine code.
+
+    Python cannot load machine code twice.
+    """
+    if spec.origin in ("built-in", "frozen") or isinstance(spec.loader, ExtensionFileLoader):
+        return True
+    paths = (
+        [spec.origin]
+        if spec.has_location and spec.origin
+        else list(spec.submodule_search_locations or ())
+    )
+    return any(
+        "site-packages" in path or "dist-packages" in path or path.startswith(LIBRARIES)
+        for path in paths
+    )
+
+
+# ── Random numbers
+
+
+class TorchRandom:
+    """What torch keeps once a process, as attributes: its generator's state and default dtype."""
+
+    def __init__(self) -> None:
+        # changes with every draw; get_state() would copy 5 kB at each switch
+        self._fingerprint: Callable[[], Any] = torch_private.generator_words() or object
+        self._last: Any = None
+        self._state = torch.empty(0)
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The generator's state: the same tensor until a number is drawn."""
+        if (fingerprint := self._fingerprint()) != self._last:
+            self._state, self._last = torch.default_generator.get_state(), fingerprint
+        return self._state
+
+    @state.setter
+    def state(self, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+        self._state, self._last = state, self._fingerprint()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.get_default_dtype()
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        torch.set_default_dtype(dtype)
+
+
+def hidden_generators() -> list[tuple[ModuleType, Any, str, Callable[[int], Any]]]:
+    """Return where `random` and NumPy keep their generator.
+
+    Each is (the module whose functions are its methods, its owner, its name there, what makes one
+    from a seed). SciPy, scikit-learn and NumPy's own seed() use NumPy's.
+    """
+    hidden: list[tuple[ModuleType, Any, str, Callable[[int], Any]]] = [
+        (random, random, "_inst", random.Random)
+    ]
+    # np.random is imported here, as a rank that imported it later would share one generator
+    # with all
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        hidden.append((np.random, np.random.mtrand, "_rand", np.random.RandomState))
+    return hidden
+
+
+def own_random_states() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
+    """Yield attributes of which each rank has its own value, and what makes the next rank's."""
+    of_torch, fresh = TorchRandom(), torch.Generator().get_state()
+    yield of_torch, "state", lambda: fresh
+    yield of_torch, "dtype", torch.get_default_dtype
+    for _, owner, name, make in hidden_generators():
+        yield owner, name, map(make, itertools.count()).__next__
+
+
+@contextmanager
+def functions_of_running_rank() -> Iterator[None]:
+    """Let the functions of `random` and `numpy.random` use the running rank's generator inside.
+
+    They are methods of the generator from before the run, and programs import them by name.
+    """
+
+    def follow(owner: Any, generator: str, name: str) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return getattr(getattr(owner, generator), name)(*args, **kwargs)
+
+        function.__name__ = name
+        return function
+
+    with ExitStack() as undo:
+        for module, owner, generator, _ in hidden_generators():
+            before = getattr(owner, generator)
+            functions = {
+                name: follow(owner, generator, name)
+                for name, function in vars(module).items()
+                if getattr(function, "__self__", None) is before
+            }
+            undo.enter_context(torch_private.replaced(module, **functions))
+        yield

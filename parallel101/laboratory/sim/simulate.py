@@ -17,7 +17,7 @@
                           operation_costs.py)
     mirrored.py           runs in which one rank stands for many (with mirrored_group.py)
     process_state.py      what each rank has to itself, as if it were a process, and what all
-                          share (with modules.py and random_states.py)
+                          share
 
 A message starts when its send and its receive are both posted and its links are free. It occupies
 them for latency + bytes / bandwidth. This file sets up the process for virtual ranks, and restores

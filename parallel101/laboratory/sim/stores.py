@@ -12,7 +12,6 @@ Setting and reading a key takes no virtual time.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -204,10 +203,9 @@ class SimStores:
     def used(self) -> Iterator[None]:
         """Let the program use these stores, inside the block."""
         with contextlib.ExitStack() as changes:
-            for module, name in itertools.product((dist, c10d, rendezvous), self.instead):
-                if hasattr(module, name):
-                    changes.callback(setattr, module, name, getattr(module, name))
-                    setattr(module, name, self.instead[name])
+            for module in (dist, c10d, rendezvous):
+                known = {name: kind for name, kind in self.instead.items() if hasattr(module, name)}
+                changes.enter_context(torch_private.replaced(module, **known))
             changes.enter_context(torch_private.called_instead(rpc.init_rpc, _refuse_rpc))
             yield
 

@@ -85,13 +85,14 @@ def check_buffers(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) 
                     f"group has {p} rank{'s' * (p != 1)}: pass one tensor for each rank"
                 )
         tensors = (*given.inputs, *given.outputs)
-        facts = {"dtypes": [t.dtype for t in tensors], "sizes": [t.numel() for t in tensors]}
-        for what, of_each in facts.items():
-            different = listed(sorted(set(map(str, of_each))))
-            if len(set(of_each)) > 1 and (kind, what) != ("all_to_all", "sizes"):
+        facts = {"dtypes": {str(t.dtype) for t in tensors}}
+        if kind != "all_to_all":
+            facts["sizes"] = {str(t.numel()) for t in tensors}
+        for what, different in facts.items():
+            if len(different) > 1:
                 raise ValueError(
-                    f"{kind}'s tensors have different {what}: {different}. Pass tensors of one "
-                    "dtype, and of one size for all ranks"
+                    f"{kind}'s tensors have different {what}: {listed(sorted(different))}. Pass "
+                    "tensors of one dtype, and of one size for all ranks"
                 )
 
 

@@ -319,8 +319,7 @@ def _as_on_a_gpu() -> Iterator[None]:
                 library.impl(operation, kernel, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
-            _changes.callback(setattr, torch.autocast, "__init__", _init_autocast)
-            torch.autocast.__init__ = _autocast  # type: ignore[assignment,method-assign]
+            _changes.enter_context(torch_private.replaced(torch.autocast, __init__=_autocast))
     try:
         yield
     finally:
