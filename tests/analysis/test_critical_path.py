@@ -19,6 +19,8 @@ from parallel101.laboratory.analysis.run_window import window
 from parallel101.laboratory.record.events import Event, EventGroup
 from parallel101.laboratory.record.trace import Trace
 from tests.collectives.cases import ROOTED
+from tests.sim.programs import run
+from tests.sim.programs import trace as traced
 from tests.viz.drawn import span
 
 ALGORITHMS = [(operation, name) for operation, forms in FORMS.items() for name in forms]
@@ -38,7 +40,7 @@ def array_bytes(name: str, p: int) -> int:
     return 1_500_000 // p * p if name == "pipelined_chain" else 3 * p
 
 
-def run_all() -> None:
+def run_all(rank: int) -> None:
     p = dist.get_world_size()
     for operation, name in ALGORITHMS:
         function = collectives.fixed(operation, vars(collectives))[name]
@@ -57,7 +59,7 @@ def run_all() -> None:
 @pytest.mark.parametrize("unit", ["steps", "bytes"])
 def test_every_algorithm_on_sim(p, unit):
     network = p101.Network(1.0, math.inf) if unit == "steps" else p101.Network(0.0, 1.0)
-    trace = p101.launch(run_all, world_size=p, backend="sim", network=network).trace
+    trace = traced(run(run_all, p, network))
     for operation, name in ALGORITHMS:
         spans = trace.spans(f"{operation} {name}")
         part = window(trace, min(s.start for s in spans), max(s.end for s in spans))
@@ -84,8 +86,9 @@ def late_rank() -> None:
 
 
 def test_compute_collectives_and_links_on_a_late_rank():
-    run = p101.launch(late_rank, world_size=4, backend="sim", network=p101.Network(1.0, math.inf))
-    path = covered(run.trace)
+    network = p101.Network(1.0, math.inf)
+    launched = p101.launch(late_rank, world_size=4, backend="sim", network=network)
+    path = covered(launched.trace)
     assert [(s.kind, s.end - s.start) for s in path.segments if s.kind != "message"] == [
         ("compute", 5.0),
         ("all_reduce", 6.0),
@@ -98,22 +101,17 @@ def test_compute_collectives_and_links_on_a_late_rank():
     assert (
         str(path) == "6 messages with 24 B take 6 s, compute 8 s, all_reduce 6 s, between calls 2 s"
     )
-    svg = run.timeline(critical_path=True).svg()
+    svg = launched.timeline(critical_path=True).svg()
     assert (
         "On the critical path: 6 messages with 24 B take 6 s" in svg
         and svg.count('class="number"') == 6
     )
-    assert 'class="number"' not in run.timeline().svg()
+    assert 'class="number"' not in launched.timeline().svg()
 
 
 def test_on_a_congested_ring_messages_wait_for_links():
     network = p101.Network.ring(latency=1.0, bandwidth=1.0)
-    trace = p101.launch(
-        lambda: p101.all_gather(torch.ones(1), algorithm="direct"),
-        world_size=8,
-        backend="sim",
-        network=network,
-    ).trace
+    trace = traced(run(lambda _: p101.all_gather(torch.ones(1), algorithm="direct"), 8, network))
     assert covered(trace).seconds() == pytest.approx(trace.makespan)
 
 

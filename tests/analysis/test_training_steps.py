@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.analysis.training_steps import training_steps
-from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP, span
+from tests.record.test_last_events import window
+from tests.sim.programs import run, trace
 
 SIZE, STEPS = 2, 30
 
@@ -34,37 +35,22 @@ def program(name):
 
 
 def record(name):
-    return p101.launch(program, name, world_size=SIZE, backend="sim").trace
-
-
-def last_events(trace, limit):
-    rows, earlier = [], []
-    for rank in range(SIZE):
-        recorded = []
-        last = LastEvents(limit, recorded, lambda events: events, list)
-        for event in sorted((e for e in trace.events if e.rank == rank), key=lambda e: e.end):
-            recorded.append(event)
-            last.take_batches()
-        kept, sums = last.rows(lambda recorded=recorded: [tuple(e) for e in recorded])
-        rows += kept
-        earlier += sums
-    return Trace.from_rows(rows, SIZE, "sim", (), earlier)
+    return trace(run(lambda rank: program(name), SIZE))
 
 
 @pytest.mark.parametrize("name", ["step", "optimizer", OPTIMIZER_STEP])
 def test_steps_are_found_and_numbered(name):
-    trace = record(name)
-    steps = training_steps(trace)
+    whole = record(name)
+    steps = training_steps(whole)
     assert steps.first == 1 and len(steps.times) == STEPS
     took = [end - begin for begin, end in steps.times]
     assert took.index(max(took)) == 19
     assert sorted(took)[STEPS // 2] == pytest.approx(3.0, rel=1e-3)
-    part = training_steps(last_events(trace, 60))
+    part = training_steps(window(whole, 60))
     assert part.first > 1 and part.first + len(part.times) - 1 == STEPS
     assert part.times == steps.times[part.first - 1 :]
 
 
 def test_a_program_without_such_spans_has_no_steps():
     assert training_steps(record("nothing")) is None
-    nothing = p101.launch(lambda: None, world_size=2, backend="sim").trace
-    assert training_steps(nothing) is None
+    assert training_steps(Trace([], 2, "sim")) is None

@@ -4,6 +4,7 @@ a message's send to its receive.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -35,6 +36,14 @@ def program():
                 work.wait()
 
 
+@functools.cache
+def recorded(world: str) -> Trace:
+    if world == "skewed":
+        return skewed()
+    links = {"backend": "sim", "network": NETWORKS[world]} if world in NETWORKS else {}
+    return p101.launch(program, world_size=3, trace=True, **links).trace
+
+
 def exported(trace: Trace) -> list[dict]:
     return chrome_events(trace.world_size, trace.events, trace.unfinished, trace.messages())
 
@@ -48,11 +57,7 @@ def skewed() -> Trace:
 
 @pytest.mark.parametrize("world", [*NETWORKS, "gloo", "skewed"])
 def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
-    if world == "skewed":
-        trace = skewed()
-    else:
-        links = {"backend": "sim", "network": NETWORKS[world]} if world in NETWORKS else {}
-        trace = p101.launch(program, world_size=3, trace=True, **links).trace
+    trace = recorded(world)
     events = exported(trace)
     slices = [e for e in events if e["ph"] == "X"]
     assert len(slices) == len(trace.events)
@@ -81,8 +86,7 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
 
 
 def test_no_process_or_thread_has_number_0_and_each_has_a_name():
-    trace = p101.launch(program, world_size=3, backend="sim").trace
-    events = exported(trace)
+    events = exported(recorded("uneven"))
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -93,9 +97,7 @@ def test_no_process_or_thread_has_number_0_and_each_has_a_name():
 
 
 def test_slices_of_a_thread_nest_or_do_not_overlap():
-    events = exported(
-        p101.launch(program, world_size=3, backend="sim", network=NETWORKS["no time at all"]).trace
-    )
+    events = exported(recorded("no time at all"))
     slices = sorted(
         ((e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"),
         key=lambda s: (*s[:3], -s[3]),

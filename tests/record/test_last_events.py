@@ -18,6 +18,7 @@ from parallel101.laboratory.record.rank_files import (
 )
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import recorder, span
+from tests.sim.programs import run, trace
 
 SIZE, STEPS = 3, 60
 
@@ -39,10 +40,8 @@ def program():
 
 @pytest.fixture(scope="module")
 def whole():
-    trace = p101.launch(
-        program, world_size=SIZE, backend="sim", network=p101.Network(latency=0.25, bandwidth=1e9)
-    ).trace
-    return Trace(trace.events, SIZE, "gloo")
+    network = p101.Network(latency=0.25, bandwidth=1e9)
+    return Trace(trace(run(lambda rank: program(), SIZE, network)).events, SIZE, "gloo")
 
 
 def kept(trace, rank, limit, writer=None):

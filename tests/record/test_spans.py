@@ -13,6 +13,7 @@ import torch
 
 import parallel101 as p101
 from parallel101.spans import listening, unrecorded
+from tests.sim.programs import run, trace
 
 COLOUR = enum.IntEnum("COLOUR", "RED")
 LABELS = {  # what is given: what the record has
@@ -46,36 +47,27 @@ def test_labels_of_any_kind(backend, tmp_path):
         with p101.span("labelled", **{name: given for name, (given, _) in LABELS.items()}):
             pass
 
-    trace = p101.launch(program, world_size=1, backend=backend, trace=True).trace
-    (span,) = trace.spans("labelled")
+    recorded = p101.launch(program, world_size=1, backend=backend, trace=True).trace
+    (span,) = recorded.spans("labelled")
     expected = {name: kept for name, (_, kept) in LABELS.items()}
     assert span.args == expected
     types = {name: type(value) for name, value in span.args.items()}
     assert types == {name: type(kept) for name, kept in expected.items()}
-    trace.save(tmp_path / "trace.json")
-    assert p101.Trace.load(tmp_path / "trace.json").events == trace.events
-    trace.to_chrome(tmp_path / "chrome.json")
+    recorded.save(tmp_path / "trace.json")
+    assert p101.Trace.load(tmp_path / "trace.json").events == recorded.events
+    recorded.to_chrome(tmp_path / "chrome.json")
     # JSON has no NaN
     json.loads((tmp_path / "chrome.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_a_label_has_the_value_from_the_start_of_the_span():
-    def program():
+def test_a_label_has_the_value_from_the_start_of_the_span_and_may_be_called_name():
+    def program(rank):
         steps, loss = [1], torch.tensor(1.0)
-        with p101.span("step", steps=steps, loss=loss):
+        with p101.span("step", steps=steps, loss=loss, name="x", start=1, self=2):
             steps.append(2), loss.add_(1)
 
-    (span,) = p101.launch(program, world_size=1, backend="sim").trace.spans("step")
-    assert span.args == {"steps": [1], "loss": 1.0}
-
-
-def test_a_label_may_be_called_name():
-    def program():
-        with p101.span("a", name="x", start=1, self=2):
-            pass
-
-    (span,) = p101.launch(program, world_size=1, backend="sim").trace.spans()
-    assert (span.name, span.args) == ("a", {"name": "x", "start": 1, "self": 2})
+    (span,) = trace(run(program, 1)).spans("step")
+    assert span.args == {"steps": [1], "loss": 1.0, "name": "x", "start": 1, "self": 2}
 
 
 @pytest.mark.parametrize("seconds", ["x", None, [1], -1, float("nan"), 1j])

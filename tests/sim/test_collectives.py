@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import warnings
 
 import pytest
@@ -53,9 +54,8 @@ CASES = [(op, d) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for d in FLOA
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("op", "dtype"), CASES)
-def test_reductions(n, op, dtype):
-    def program(rank):
+def test_reductions(n):
+    def reductions(rank, op, dtype):
         root = n - 1
         x, y, part = (
             values(rank, (2, 3), dtype),
@@ -70,23 +70,25 @@ def test_reductions(n, op, dtype):
         assert torch.equal(single[0], part)
         return x, y, part
 
-    results = run(program, n).results
-    total = reduced(op, [values(r, (2, 3), dtype) for r in range(n)])
-    pieces = reduced(op, [values(r, (n, 3), dtype) for r in range(n)])
-    for rank, (x, y, part) in enumerate(results):
-        same(
-            [x, y, part],
-            [total, total if rank == n - 1 else values(rank, (2, 3), dtype), pieces[rank]],
-        )
+    by_rank = run(lambda rank: [reductions(rank, *case) for case in CASES], n).results
+    for (op, dtype), *results in zip(CASES, *by_rank, strict=True):
+        total = reduced(op, [values(r, (2, 3), dtype) for r in range(n)])
+        pieces = reduced(op, [values(r, (n, 3), dtype) for r in range(n)])
+        for rank, (x, y, part) in enumerate(results):
+            at_root = total if rank == n - 1 else values(rank, (2, 3), dtype)
+            same([x, y, part], [total, at_root, pieces[rank]])
+
+
+MOVES = [
+    (shape, dtype)
+    for shape in ((3,), (), (0,), (2, 2))
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64)
+]
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
-)
-@pytest.mark.parametrize("shape", [(3,), (), (0,), (2, 2)])
-def test_moves(n, dtype, shape):
-    def program(rank):
+def test_moves(n):
+    def moves(rank, shape, dtype):
         root = n // 2
         x = values(rank, shape, dtype)
         dist.broadcast(x, root)
@@ -102,13 +104,15 @@ def test_moves(n, dtype, shape):
         dist.all_to_all(swapped, [values(100 * rank + r, shape, dtype) for r in range(n)])
         return x, shards, mine, given, swapped
 
-    everyone = [values(r, shape, dtype) for r in range(n)]
-    for rank, (x, shards, mine, given, swapped) in enumerate(run(program, n).results):
-        same([x, given], [values(n // 2, shape, dtype), values(10 * rank, shape, dtype)])
-        same(shards, everyone)
-        same(swapped, [values(100 * r + rank, shape, dtype) for r in range(n)])
-        assert (mine is None) == (rank != n // 2)
-        same(mine or [], everyone if mine else [])
+    by_rank = run(lambda rank: [moves(rank, *case) for case in MOVES], n).results
+    for (shape, dtype), *results in zip(MOVES, *by_rank, strict=True):
+        everyone = [values(r, shape, dtype) for r in range(n)]
+        for rank, (x, shards, mine, given, swapped) in enumerate(results):
+            same([x, given], [values(n // 2, shape, dtype), values(10 * rank, shape, dtype)])
+            same(shards, everyone)
+            same(swapped, [values(100 * r + rank, shape, dtype) for r in range(n)])
+            assert (mine is None) == (rank != n // 2)
+            same(mine or [], everyone if mine else [])
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -363,3 +367,24 @@ def test_an_average_of_integers_under_nccls_rules_is_rounded_towards_zero():
 def test_a_sum_of_complex_numbers():
     """torch sends them as pairs."""
     run(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64)), 2)
+
+
+REFUSED = {  # on the rank that passes it, as on gloo
+    "dtypes: torch.float32 and torch.int64": lambda x: dist.reduce_scatter_single(
+        x, torch.ones(4).long()
+    ),
+    "sizes: 2 and 3": lambda x: dist.all_gather([x, torch.ones(3)], x),
+    "sizes: 2 and 4": lambda x: dist.reduce_scatter_single(x, torch.ones(8)),
+    "list of outputs has 3 tensors": lambda x: dist.all_gather([x, x, x], x),
+    "cannot be split into 2 equal pieces": lambda x: dist.all_gather_single(torch.ones(5), x),
+    "split sizes [1, 3] do not fit": lambda x: dist.all_to_all_single(x, x.clone(), [1, 3], [1, 1]),
+}
+
+
+def test_tensors_of_different_sizes_or_dtypes_are_refused():
+    def program(rank):
+        for words, call in REFUSED.items():
+            with pytest.raises(ValueError, match=re.escape(words)):
+                call(torch.ones(2))
+
+    run(program, 2)

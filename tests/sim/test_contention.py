@@ -85,13 +85,13 @@ def test_a_program_takes_the_time_of_its_critical_path(network, n, program, seco
 def test_direct_beats_the_ring_only_where_latencies_overlap(n, rules):
     def steps(algorithm, overlaps):
         network = Network(latency=1.0, bandwidth=math.inf, latency_overlaps=overlaps)
-        return p101.launch(
-            lambda: p101.all_gather(torch.ones(2), algorithm=algorithm),
-            world_size=n,
-            backend="sim",
+        result = run(
+            lambda rank: p101.all_gather(torch.ones(2), algorithm=algorithm),
+            n,
+            network,
             rules=rules,
-            network=network,
-        ).trace.makespan
+        )
+        return trace(result).makespan
 
     assert steps("ring", overlaps=True) == steps("ring", overlaps=False) == n - 1
     assert steps("direct", overlaps=False) >= n - 1 and steps("direct", overlaps=True) == 1

@@ -11,6 +11,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import parallel101 as p101
+from parallel101.laboratory.ranks.simworker import virtual_device
+
+from .programs import run, trace
 
 on_gpus = partial(p101.launch, backend="sim", device="H100", world_size=2)
 
@@ -24,20 +27,20 @@ def swap(numel: int, **options) -> torch.Tensor:
     return theirs
 
 
-@pytest.mark.parametrize(("rules", "trace"), [("gloo", "payload"), ("nccl", True)])
-def test_messages_have_their_bytes_and_no_numbers(rules, trace):
+@pytest.mark.parametrize(("rules", "payload"), [("gloo", "payload"), ("nccl", True)])
+def test_messages_have_their_bytes_and_no_numbers(rules, payload):
     def program():
         swap(5), swap(1 << 20)
         part = torch.empty(4, 4)[2:]  # its address is not 0
         dist.send(part, 1) if dist.get_rank() == 0 else dist.recv(part, 0)
         return swap(3, device="cpu").tolist(), swap(3, dtype=torch.int8), torch.ones(2) + 1
 
-    run = on_gpus(program, rules=rules, trace=trace)
+    launched = on_gpus(program, rules=rules, trace=payload)
     both = 20 + (4 << 20) + 12 + 3
-    assert run.trace.bytes_sent == [both + 32, both]
-    with_numbers = [e.payload for e in run.trace.events if e.kind == "send" and e.payload]
-    assert with_numbers == ([[1.0] * 3] * 2 if trace == "payload" else [])
-    numbers, received, total = run.results[0]
+    assert launched.trace.bytes_sent == [both + 32, both]
+    with_numbers = [e.payload for e in launched.trace.events if e.kind == "send" and e.payload]
+    assert with_numbers == ([[1.0] * 3] * 2 if payload == "payload" else [])
+    numbers, received, total = launched.results[0]
     assert numbers == [1.0] * 3
     assert received.is_meta and received.shape == (3,) and total.is_meta
 
@@ -51,9 +54,17 @@ def test_a_message_from_anyone():
     assert on_gpus(program, world_size=3).results[0] == [1, 2]
 
 
-def record(run: p101.Run) -> Counter[tuple]:
-    events = (event for event in run.trace.events if event.kind != "span")
-    return Counter((e.rank, e.kind, e.nbytes, e.shape, e.dtype, e.group) for e in events)
+def simulated(program, device, *args, **options) -> tuple[list, Counter[tuple], list[int]]:
+    """The results, the calls of the record and the bytes sent, on virtual GPUs or without."""
+
+    def rank_main(rank):
+        with virtual_device(device):
+            return program()
+
+    result = run(rank_main, *args, **options)
+    calls = (event for event in trace(result).events if event.kind != "span")
+    record = Counter((e.rank, e.kind, e.nbytes, e.shape, e.dtype, e.group) for e in calls)
+    return result.results, record, trace(result).bytes_sent
 
 
 def torchs_collectives() -> tuple:
@@ -105,11 +116,8 @@ def results_of(name: str) -> list:
 @pytest.mark.parametrize("program", [torchs_collectives, own_collectives])
 @pytest.mark.parametrize(("ranks", "rules"), [(4, "gloo"), (3, "nccl")])
 def test_collectives_are_recorded_as_with_numbers(program, ranks, rules):
-    launch = partial(p101.launch, program, world_size=ranks, backend="sim", rules=rules)
-    there, here = launch(), launch(device="H100")
-    assert here.results == there.results
-    assert record(here) == record(there)
-    assert here.trace.bytes_sent == there.trace.bytes_sent
+    there, here = (simulated(program, device, ranks, rules=rules) for device in (None, "H100"))
+    assert here == there
 
 
 def test_functional_collectives_send_nothing_on_meta_and_are_refused():

@@ -23,28 +23,21 @@ from .programs import run
 SCRIPTS = str(Path(__file__).parent / "scripts")
 
 
-@pytest.fixture
-def scripts(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
     """The scripts can be imported, by this process and by ranks.
 
     This process has not imported them before, and forgets them.
     """
-    monkeypatch.syspath_prepend(SCRIPTS)
     before = set(sys.modules)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        patch.setenv("SETTING", "mine")
+        patch.setenv("DELETED", "")
+        yield
     for name in sys.modules.keys() - before:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(SCRIPTS):
             del sys.modules[name]
-
-
-def on_gloo_and_sim(program, world_size: int = 4) -> list:
-    """What it returns on gloo, by rank, after a check that it returns the same on sim."""
-    gloo, sim = (
-        p101.launch(program, world_size=world_size, backend=backend).results
-        for backend in ("gloo", "sim")
-    )
-    assert gloo == sim
-    return gloo
 
 
 def megatron_style():
@@ -58,15 +51,6 @@ def megatron_style():
     parallel_state.set_tensor_model_parallel_rank(100 + dist.get_rank())
     dist.barrier()
     return sums[0].item(), sums[1].item(), parallel_state.get_tensor_model_parallel_rank()
-
-
-def test_megatrons_parallel_state(scripts):
-    assert on_gloo_and_sim(megatron_style) == [
-        (3.0, 5.0, 100),
-        (3.0, 10.0, 101),
-        (12.0, 5.0, 102),
-        (12.0, 10.0, 103),
-    ]
 
 
 def logs():
@@ -89,28 +73,13 @@ def logs():
     return own_logger.lines
 
 
-def test_each_rank_has_its_own_log_handlers_and_levels(scripts):
-    before = logging.getLogger().handlers[:], logging.getLogger().level
-    rank_0, rank_1 = on_gloo_and_sim(logs, 2)
-    assert rank_0 == ["step 1", "0: step 1", "0: only rank 0 says this", "0: late"]
-    assert rank_1 == ["step 1", "1: step 1", "1: late"]
-    assert (
-        simulate(lambda rank: len(logging.getLogger().handlers), 2).results == [len(before[0])] * 2
-    )
-    simulate(lambda rank: logging.getLogger().addHandler(logging.StreamHandler()), 2)
-    assert (logging.getLogger().handlers, logging.getLogger().level) == before, (
-        "this process's own are as they were"
-    )
-
-
-def test_torchs_record_finds_the_file_of_what_a_rank_prints():
-    def program():
-        with warnings.catch_warnings(record=True) as said:
-            record(lambda: None)()
-        sys.stdout.reconfigure(line_buffering=True)
-        return [str(warning.message) for warning in said], sys.stderr.fileno(), sys.stdout.encoding
-
-    assert on_gloo_and_sim(program, 2) == [([], 2, "utf-8")] * 2
+def streams():
+    """The warnings of torch's decorator `record`, which looks for the file of what is printed."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        record(lambda: None)()
+    sys.stdout.reconfigure(line_buffering=True)
+    return [str(warning.message) for warning in said], sys.stderr.fileno(), sys.stdout.encoding
 
 
 def test_torchs_profiler_runs_on_one_rank_after_another():
@@ -145,14 +114,28 @@ def environment():
     )
 
 
-def test_each_rank_has_its_own_environment(monkeypatch):
-    monkeypatch.setenv("SETTING", "mine")
-    monkeypatch.setenv("DELETED", "")
-    expected = [
-        ([str(r), str(r), "4", "4", "0"], str(r), f"mine {r}", r == 0, str(r)) for r in range(4)
-    ]
-    assert on_gloo_and_sim(environment) == expected
+def program():
+    return megatron_style(), logs(), streams(), environment()
+
+
+def test_a_rank_is_like_a_process_on_gloo():
+    """Its modules, log handlers, levels and streams, and its environment."""
+    here = logging.getLogger().handlers[:], logging.getLogger().level
+    gloo, sim = (p101.launch(program, backend=backend).results for backend in ("gloo", "sim"))
+    assert gloo == sim
+    sums = [(3.0, 5.0, 100), (3.0, 10.0, 101), (12.0, 5.0, 102), (12.0, 10.0, 103)]
+    for rank, (megatron, lines, of_streams, of_environment) in enumerate(sim):
+        assert megatron == sums[rank]
+        only_rank_0 = ["0: only rank 0 says this"] * (rank == 0)
+        assert lines == ["step 1", f"{rank}: step 1", *only_rank_0, f"{rank}: late"]
+        assert of_streams == ([], 2, "utf-8")
+        own = [str(rank), str(rank), "4", "4", "0"]
+        assert of_environment == (own, str(rank), f"mine {rank}", rank == 0, str(rank))
     assert os.environ["SETTING"] == "mine" and "RANK" not in os.environ
+    handlers = simulate(lambda rank: len(logging.getLogger().handlers), 2).results
+    assert handlers == [len(here[0])] * 2
+    simulate(lambda rank: logging.getLogger().addHandler(logging.StreamHandler()), 2)
+    assert (logging.getLogger().handlers, logging.getLogger().level) == here
 
 
 def test_classes_that_are_pickled_by_value_and_print_are_each_ranks_own(capfd):
@@ -175,9 +158,7 @@ def test_classes_that_are_pickled_by_value_and_print_are_each_ranks_own(capfd):
     assert capfd.readouterr().out == "[rank 2] a line of rank 2\n"
 
 
-def test_results_and_exceptions_of_the_programs_own_classes_come_back(
-    scripts, tmp_path, monkeypatch
-):
+def test_results_and_exceptions_of_the_programs_own_classes_come_back(tmp_path, monkeypatch):
     (tmp_path / "own_classes_of_a_program.py").write_text("class Own(Exception):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
