@@ -265,7 +265,7 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         read_syllabus,
         select_lessons,
     )
-    from parallel101.laboratory.publish.repository import Repository
+    from parallel101.laboratory.publish.find import Repository
 
     syllabus, repository = None, Repository.of_environment(os.environ)
     try:

@@ -1,6 +1,6 @@
 """The browser, a JupyterLab, the pages of a site, and screenshots of what the tests see.
 
-The screenshots are kept in the folder named by SCREENSHOTS, or in build/screenshots.
+The screenshots, which take longer than the tests, are kept if SCREENSHOTS names a folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nbformat import v4
 from parallel101.laboratory.publish import course_pages as course_pages_module
 from parallel101.laboratory.publish.course_pages import course_pages
 from parallel101.laboratory.publish.execute import read_notebook
-from parallel101.laboratory.publish.find import homework_notebooks
+from parallel101.laboratory.publish.find import Repository, homework_notebooks
 from parallel101.laboratory.publish.glossary import read_terms
 from parallel101.laboratory.publish.index import index_page, read_opening
 from parallel101.laboratory.publish.offline_page import offline_html
@@ -29,7 +29,6 @@ from parallel101.laboratory.publish.page import (
     lesson_page,
 )
 from parallel101.laboratory.publish.reference import make_reference
-from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.search_index import FILE, search_index
 from parallel101.laboratory.publish.tools import (
     TOOL_PAGES,
@@ -50,7 +49,7 @@ from tests.lessons.lesson import LESSONS, read
 from tests.publish.test_course_pages import CFF
 from tests.viz.programs import recorded, ring_all_reduce
 
-FOLDER = Path(os.environ.get("SCREENSHOTS") or Path(__file__).parents[2] / "build" / "screenshots")
+FOLDER = os.environ.get("SCREENSHOTS", "")
 
 
 @pytest.fixture(scope="session")
@@ -90,10 +89,11 @@ def keep() -> Callable[..., None]:
     """keep(browser, "page-dark") writes page-dark.png; with whole=True also what lies below the
     window.
     """
-    FOLDER.mkdir(parents=True, exist_ok=True)
 
     def keep(browser: Browser, name: str, whole: bool = False) -> None:
-        (FOLDER / f"{name}.png").write_bytes(browser.picture(whole))
+        if FOLDER:
+            Path(FOLDER).mkdir(parents=True, exist_ok=True)
+            Path(FOLDER, f"{name}.png").write_bytes(browser.picture(whole))
 
     return keep
 

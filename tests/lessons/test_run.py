@@ -116,7 +116,7 @@ SHOWN = {
         "break-every-run": "[1288, 3864]",
     },
     "05_sharding": {
-        "pain-run": "measured: 16.00 bytes per parameter, with 1,052,672 parameters",
+        "pain-run": "measured: 16.00 bytes per parameter, with 264,192 parameters",
         "by-hand-run": "blocks: [41, 40, 40, 40] … 4 ranks: ['TINY', 'TINY', 'TINY', 'TINY']",
         "stages-run": "kept: 10.## bytes … kept: 7.## bytes … kept: 4.## bytes",
         "stages-check": "1.00 1.00 0.25 … 1.00 0.25 0.25 … 0.25 0.25 0.25 … 2.0 layers",
@@ -203,7 +203,7 @@ SHOWN = {
         "logits-pieces": "21,###,### bytes … 4,###,### bytes",
         "price-run": "none 34.7 MB … selective 18.9 MB … full 9.2 MB",
         "random-run": "=False: off by ## … =True: off by 0%",
-        "pipeline-run": "5.29 MB rank 1: 3.97 MB rank 2: 2.65 MB rank 3: 1.52 MB … rank 0: 0.89 MB",
+        "pipeline-run": "2.66 MB rank 1: 2.00 MB rank 2: 1.33 MB rank 3: 0.76 MB … rank 0: 0.45 MB",
         "sums-run": "2 ranks: 2.4e-03 … 32 ranks: 7.1e-03 … thousand ones in bfloat16: 256",
         "sums-bytes": "0.79 MB … 1.58 MB",
         "fp8-run": "2.6%, MXFP8 2.6%, NVFP4 9.#% … MXFP8 2.6%, NVFP4 9.#%",

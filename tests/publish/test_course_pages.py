@@ -16,9 +16,8 @@ from parallel101.laboratory.planner.search import NoLayoutError
 from parallel101.laboratory.publish import course_pages as module
 from parallel101.laboratory.publish import write_site
 from parallel101.laboratory.publish.course_pages import citation, course_pages, raised
-from parallel101.laboratory.publish.find import select_lessons
+from parallel101.laboratory.publish.find import Repository, select_lessons
 from parallel101.laboratory.publish.page import Lesson, lesson_page
-from parallel101.laboratory.publish.repository import Repository
 from parallel101.trainers.verify.report import NotEqualError
 from tests.lessons.lesson import LESSONS
 

@@ -21,8 +21,7 @@ from parallel101.laboratory.analysis.replay import replay_of
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.collective import TOP, collective_scene
 from parallel101.laboratory.viz.many_ranks import sending_over_time, step_facts
-from parallel101.laboratory.viz.matrix import grid_of
-from parallel101.laboratory.viz.waiting_calls import LEGEND
+from parallel101.laboratory.viz.matrix import LEGEND, grid_of
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, event, text_boxes, titled
 from tests.viz.programs import exchange, me, recorded

@@ -17,7 +17,7 @@ from parallel101.laboratory.viz.explore.collective_explorer import (
     ROOTS,
     TOPOLOGIES,
 )
-from parallel101.laboratory.viz.explore.prediction import verdict
+from parallel101.laboratory.viz.explore.explorer import verdict
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def test_a_still_and_an_animation_for_slides(scene, tmp_path, chromium):
 
 
 def test_without_chromium_a_still_has_a_clear_error(scene, tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel101.laboratory.viz.raster.find_chromium", lambda: None)
+    monkeypatch.setattr("parallel101.laboratory.viz.chromium.find_chromium", lambda: None)
     with pytest.raises(RuntimeError, match=r"install chromium .* or save as \.svg"):
         scene.save(tmp_path / "ball.png")
 

@@ -22,10 +22,10 @@ from parallel101.extras import needs_extra
 if TYPE_CHECKING:
     from parallel101.laboratory.publish.execute import LessonFailed
     from parallel101.laboratory.publish.find import find_lessons, select_lessons
+    from parallel101.laboratory.publish.page import homework_body
     from parallel101.laboratory.publish.syllabus import read_syllabus
     from parallel101.laboratory.publish.write_site import (
         Published,
-        homework_body,
         make_output_folder,
         publish,
     )
@@ -34,7 +34,7 @@ _MODULES = {
     "LessonFailed": "execute",
     "Published": "write_site",
     "find_lessons": "find",
-    "homework_body": "write_site",
+    "homework_body": "page",
     "make_output_folder": "write_site",
     "publish": "write_site",
     "read_syllabus": "syllabus",

@@ -28,9 +28,8 @@ from bs4 import BeautifulSoup, Tag
 
 from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import name_headings
-from parallel101.laboratory.publish.markdown import to_html
-from parallel101.laboratory.publish.repository import Repository
-from parallel101.laboratory.publish.templates import render
+from parallel101.laboratory.publish.find import Repository
+from parallel101.laboratory.publish.templates import render, to_html
 
 TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"
 ADDRESSES = {

@@ -1,20 +1,27 @@
-"""Finds the notebooks: the lessons of a folder, and the homework beside it.
+"""Finds the notebooks, the lessons of a folder and the homework beside it, and their repository.
 
 A wheel brings both in parallel101/notebooks/. From there lessons can be read and run; to change
 them or to write homework, `copy_notebooks` copies them to a folder of one's own.
+
+`parallel101 lessons --repository owner/name` names the repository that a site belongs to. Where
+GitHub builds the site, GitHub names it: GITHUB_REPOSITORY. Without either, pages have no links that
+need it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import NamedTuple
+from urllib.parse import quote
 
 from parallel101.laboratory import PACKAGE
 
 CLONE = Path(PACKAGE).parent
 IN_WHEEL = Path(PACKAGE, "notebooks")
+COLAB = "https://colab.research.google.com/github"
 
 
 def find_lessons(folder: Path | str | None = None, to_edit: bool = False) -> Path:
@@ -116,3 +123,48 @@ def homework_notebooks(folder: Path) -> dict[int, Path]:
         if number := re.match(r"hw(\d+)_", path.parent.name):
             found[int(number[1])] = path
     return found
+
+
+class Repository(NamedTuple):
+    """A repository on GitHub, at a branch or a tag."""
+
+    name: str  # "owner/name"
+    ref: str = "main"
+
+    @classmethod
+    def of(cls, text: str) -> Repository:
+        """Return the repository that a user names.
+
+        Args:
+            text: owner/name, or owner/name@ref for a branch or tag other than main.
+
+        Raises ValueError for any other text.
+        """
+        name, _, ref = text.partition("@")
+        if not re.fullmatch(r"[\w-]+/[\w.-]+", name) or ("@" in text and not ref):
+            raise ValueError(
+                f"{text!r} is not a repository; expected OWNER/NAME, or OWNER/NAME@REF for a "
+                "branch or tag other than main"
+            )
+        return cls(name, ref or "main")
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Repository | None:
+        """Return the repository of the workflow that runs, or None without one on github.com."""
+        server = environment.get("GITHUB_SERVER_URL", "https://github.com")
+        name = environment.get("GITHUB_REPOSITORY")
+        if not name or server != "https://github.com":
+            return None
+        return cls(name, environment.get("GITHUB_REF_NAME") or "main")
+
+    @property
+    def address(self) -> str:
+        return f"https://github.com/{self.name}"
+
+    def file(self, path: str) -> str:
+        """Return the address of a file's page."""
+        return f"{self.address}/blob/{quote(self.ref)}/{quote(path)}"
+
+    def in_colab(self, notebook: str) -> str:
+        """Return the address at which Colab opens a notebook of the repository."""
+        return f"{COLAB}/{self.name}/blob/{quote(self.ref)}/{quote(notebook)}"

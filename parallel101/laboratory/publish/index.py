@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.publish.course_pages import CoursePage
+from parallel101.laboratory.publish.find import Repository
 from parallel101.laboratory.publish.glossary import PAGE
 from parallel101.laboratory.publish.page import (
     NONE,
@@ -36,7 +37,6 @@ from parallel101.laboratory.publish.page import (
     page_name,
     short_title,
 )
-from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.syllabus import Syllabus
 from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.publish.tools import ToolPage

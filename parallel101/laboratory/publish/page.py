@@ -6,10 +6,14 @@
 nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas
 become MathML, which browsers draw themselves. An explorer, which needs a kernel, says how to get
 one. A page that would still load something is refused.
+
+A homework's page isn't run. It has the output of `help(hw1.ring_shift)`, the specification of an
+exercise: the docstring of its stub, read from the file beside the notebook.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import os
@@ -30,13 +34,14 @@ from jinja2 import pass_context
 from markupsafe import Markup
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
+from nbformat.v4 import new_output
 
 from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import arrange
-from parallel101.laboratory.publish.markdown import to_html
+from parallel101.laboratory.publish.execute import read_notebook
+from parallel101.laboratory.publish.find import Repository
 from parallel101.laboratory.publish.offline_page import offline_html
-from parallel101.laboratory.publish.repository import Repository
-from parallel101.laboratory.publish.templates import render
+from parallel101.laboratory.publish.templates import render, to_html
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson
@@ -47,6 +52,7 @@ NEEDS_KERNEL = (
     "This explorer runs again after each change, so it needs a kernel. Open the lesson with "
     "<code>make lab</code>."
 )
+HELP = re.compile(r"^help\((\w+)\.(\w+)\)\s*$")  # of a homework's function
 NONE: Mapping = MappingProxyType({})
 NARROW = re.compile(r'"narrow": (.*?), "css"')  # in the script after a picture
 
@@ -294,3 +300,34 @@ def machine() -> str:
     """Return in words what the lessons ran on."""
     python, system = platform.python_version(), platform.system()
     return f"Python {python} and torch {version('torch')} on {system} with {os.cpu_count()} cores"
+
+
+def homework_body(path: Path) -> str:
+    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
+    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
+
+
+def with_specifications(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """Return a copy in which each cell `help(hwN.f)` has the signature and docstring of f.
+
+    Raises ValueError if the file beside the notebook has no such function.
+    """
+    notebook = deepcopy(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and (asked := HELP.match(cell.source)):
+            text = specification(folder / f"{asked[1]}.py", asked[2])
+            cell.outputs = [new_output("stream", name="stdout", text=text)]
+    return notebook
+
+
+def specification(path: Path, name: str) -> str:
+    """Return what help() says of a function in the file at `path`: its signature and docstring."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            head = name
+            if isinstance(node, ast.FunctionDef):
+                returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+                head += f"({ast.unparse(node.args)}){returns}"
+            lines = (ast.get_docstring(node) or "").splitlines()
+            return "\n".join([head, *(f"    {line}".rstrip() for line in lines)]) + "\n"
+    raise ValueError(f"{path} has no function {name}, which the notebook beside it asks help() for")

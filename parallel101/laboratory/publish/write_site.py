@@ -18,7 +18,7 @@ from typing import NamedTuple
 from parallel101.extras import needs_extra
 from parallel101.laboratory.publish.course_pages import CITATION, CoursePage, course_pages
 from parallel101.laboratory.publish.execute import LessonFailed, read_notebook, run_notebook
-from parallel101.laboratory.publish.find import homework_notebooks, select_lessons
+from parallel101.laboratory.publish.find import Repository, homework_notebooks, select_lessons
 from parallel101.laboratory.publish.glossary import PAGE, read_terms
 from parallel101.laboratory.publish.index import (
     REFERENCE,
@@ -31,6 +31,7 @@ from parallel101.laboratory.publish.page import (
     Lesson,
     course_page,
     cover_of,
+    homework_body,
     lesson_body,
     lesson_page,
     machine,
@@ -38,7 +39,6 @@ from parallel101.laboratory.publish.page import (
     page_name,
     parts_of_page,
 )
-from parallel101.laboratory.publish.repository import Repository
 from parallel101.laboratory.publish.search_index import FILE as SEARCH
 from parallel101.laboratory.publish.search_index import (
     SearchEntry,
@@ -47,7 +47,6 @@ from parallel101.laboratory.publish.search_index import (
     page_entries,
     search_index,
 )
-from parallel101.laboratory.publish.specification import with_specifications
 from parallel101.laboratory.publish.syllabus import Syllabus
 from parallel101.laboratory.publish.tools import TOOL_PAGES, ToolPage
 from parallel101.laboratory.publish.unchanged import (
@@ -371,11 +370,6 @@ def search_entries(
         entries += page_entries(page)
     tools = (SearchEntry("Tool", t.title, t.address, t.text, also=t.also) for t in TOOL_PAGES)
     return [*entries, *tools]
-
-
-def homework_body(path: Path) -> str:
-    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
-    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
 
 
 def _write(page: Path, html: str) -> None:

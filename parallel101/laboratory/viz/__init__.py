@@ -15,7 +15,7 @@
     memory_over_step.py   the activations that each rank keeps for backward, over a step
     memory_per_rank.py    bytes that each rank holds
     between_ranks.py      how long each two ranks waited for each other, and what they sent
-    deadlock.py           who waits for whom (with waiting_calls)
+    deadlock.py           who waits for whom
     node_links.py         what connects the GPUs of a node
     loss_curves.py        loss curves, also live
     plots.py              measurements and models over a swept size
@@ -23,7 +23,7 @@
 
     grid.py               the engine of grids with a row for each rank
     palette.py            colours
-    raster.py             a scene as PNG or GIF, drawn by Chromium (chromium.py)
+    chromium.py           a scene as PNG or GIF, drawn by Chromium
 
 Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page
 without a kernel or a network (player.js). `watch` runs a function on values that carry their

@@ -29,11 +29,10 @@ from parallel101.laboratory.viz.captions import (
 )
 from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
-from parallel101.laboratory.viz.matrix import draw_matrix, draw_traffic
+from parallel101.laboratory.viz.matrix import draw_matrix, draw_traffic, draw_waiting_calls
 from parallel101.laboratory.viz.rows import TimeRows
 from parallel101.laboratory.viz.scene import Scene, Stop, box
 from parallel101.laboratory.viz.timing import Timing
-from parallel101.laboratory.viz.waiting_calls import draw_waiting_calls
 
 MOST_RANKS, MOST_MESSAGES = 128, 20_000
 # one by one; more ranks are summed up (many_ranks.py)

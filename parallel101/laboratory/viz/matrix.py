@@ -9,6 +9,12 @@ If the contents of messages are unknown, it shows only how many bytes moved.
 On the left, ranks × chunks: a cell has one stripe for each rank whose data is in it. A stripe that
 was added twice ("×2") and a stripe that is missing from what a rank returned are drawn as errors.
 On the right, source × destination, with bytes.
+
+Where the contents of messages were not kept, it shows who waits when, on the record's own time
+axis: a row for each rank, sends above, receives below.
+
+    rank 0   ░░░░░░░░░▓▓▓   send to 1      hatched: the call waits for the other rank's
+    rank 1            ▓▓▓   recv from 0    filled: the bytes move
 """
 
 from __future__ import annotations
@@ -20,8 +26,10 @@ from collections.abc import Iterable, Sequence
 from parallel101.laboratory.analysis.chunks import Counts
 from parallel101.laboratory.analysis.replay import START, Replay
 from parallel101.laboratory.analysis.verdict import lacks
-from parallel101.laboratory.record.units import human_bytes
+from parallel101.laboratory.record.events import Event
+from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.grid import MOST_CELLS, STYLE, Grid
+from parallel101.laboratory.viz.rows import Bar, TimeRows
 from parallel101.laboratory.viz.scene import Node, Scene, box, number
 from parallel101.laboratory.viz.timing import Timing
 
@@ -29,6 +37,12 @@ from parallel101.laboratory.viz.timing import Timing
 LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0
 MOVING = ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}"
 NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its left and below it
+LEGEND = (
+    "Hatched: a call waits for the other rank's call.",
+    "Filled: the bytes move. Sends are above, receives below.",
+)
+# of rows of calls: the most for a rank and for all; the least for a call with its name
+TALL, ALL, LABELLED = 66.0, 232.0, 26.0
 
 
 def grid_of(ranks: Sequence[int], columns: int, gap: float | None = None) -> Grid:
@@ -208,3 +222,51 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     if replay.messages:
         for k, line in enumerate(note):
             panel.write(line, LEFT + WIDTH / 2, grid.bottom + 20 + 16 * k, 12, "m c")
+
+
+def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
+    """Add a row for each rank with its sends and receives, and a cursor."""
+    panel = scene.panel(narrow=NARROW)
+    n, messages = len(replay.ranks), replay.messages
+    row = min(TALL, ALL / n)
+    top = MIDDLE - row * n / 2
+    begin = min((e.posted for m in messages for e in (m.send, m.recv)), default=0.0)
+    span = max((e.end for m in messages for e in (m.send, m.recv)), default=begin) - begin
+
+    rows = TimeRows(scene, begin, span, left=LEFT, right=LEFT + WIDTH)
+    for i, rank in enumerate(replay.ranks):
+        y = top + i * row
+        panel.rect(LEFT, y + 2, WIDTH, row - 4, "faint", rx=2)
+        panel.write(f"rank {rank}", LEFT - 12, y + row / 2 + 4, 12, "m e")
+        for kind, low in (("send", 0.0), ("recv", 0.5)):
+            sides = [(m, m.send if kind == "send" else m.recv) for m in messages]
+            mine = [(m, event) for m, event in sides if event.rank == rank]
+            lane, above = row / 2 - 2, y + 2 + low * (row - 4)
+            named = len(mine) == 1 and lane >= LABELLED
+            inside, tall = (lane - 13, 10.0) if named else (0.15 * lane, 0.7 * lane)
+            for message, event in mine:
+                moves, words = max(message.start, event.posted), _words(event)
+                title = f"rank {rank}, {words}: waits {human_seconds(moves - event.posted)}"
+                waits = Bar(event.posted, moves, "idle", title, inside, tall)
+                sent = Bar(moves, max(event.end, moves), kind, title, inside, tall)
+                rows.draw([waits, sent], above, panel)
+                left, end = rows.x(event.posted), rows.x(sent.end)
+                place = (end - 4, "m e") if left > LEFT + 0.75 * WIDTH else (left + 2, "m")
+                if named:
+                    panel.write(words, place[0], above + inside - 4, 12, place[1])
+    waited = [(m.start - e.posted, e) for m in messages for e in (m.send, m.recv)]
+    if waited and (wait := max(waited, key=lambda wait: wait[0]))[0] > 0:
+        where = f"rank {wait[1].rank}, {_words(wait[1])}"
+        scene.description += f" The longest wait: {where}, {human_seconds(wait[0])}."
+    if messages:
+        rows.cursor(panel, [(0.0, begin), *timing.cursor()], top - 2, top + row * n + 2)
+        for text, at, anchor in (("0", LEFT, ""), (human_seconds(span), LEFT + WIDTH, " e")):
+            panel.write(text, at, top + row * n + 14, 12, "m" + anchor)
+        for k, line in enumerate(LEGEND):
+            y = top + row * n + 32 + 16 * k
+            panel.write(line, LEFT + WIDTH / 2, y, 12, "m c")
+
+
+def _words(event: Event) -> str:
+    """Return a call in words: "send to rank 1", "recv from rank 0"."""
+    return f"{'send to' if event.kind == 'send' else 'recv from'} rank {event.peer}"

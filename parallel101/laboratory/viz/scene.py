@@ -354,7 +354,7 @@ class Scene(Node):
         .gif the animation, both in light colours for slides. Returns the path.
         """
         path = Path(path)
-        from parallel101.laboratory.viz.raster import gif, png
+        from parallel101.laboratory.viz.chromium import gif, png
 
         writers = {
             ".html": lambda: self.page().encode(),

@@ -2,7 +2,6 @@
 
 explorer.py             controls, a prediction, a table and a picture
 collective_explorer.py  runs a collective, or a function of the reader's own, and draws its record
-prediction.py           whether a prediction is right
 """
 
 from parallel101.extras import needs_extra
