@@ -84,6 +84,9 @@ def make_output_folder(out: Path) -> None:
         raise ValueError(f"{why}; give a writable folder, e.g. --out site") from error
 
 
+MadePage = tuple[str, float, str]  # a lesson's body, its seconds, and what it was made from
+
+
 class Course(NamedTuple):
     """The facts that the pages of a course have in common."""
 
@@ -143,7 +146,7 @@ def publish(
     everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
     reference = _write_reference(out) if everything else []
     names = None if course.whole else {path.stem for path in course.lessons}
-    ran: dict[Path, tuple[str, float, str]] = {}  # body, seconds, and what it was made from
+    ran: dict[Path, MadePage] = {}
     failed = []
     try:
         for path in notebooks:
@@ -157,16 +160,19 @@ def publish(
                 notebook = run_notebook(path, timeout=timeout)
                 seconds = time.perf_counter() - began
                 body = lesson_body(notebook, path.parent, course.homework, names)
-                ran[path] = body, seconds, made_from
             except (LessonFailed, ValueError) as error:
                 if not isinstance(error, LessonFailed):
                     error = LessonFailed(path.stem, str(error))
                 failed.append(error)
                 page.unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
-            else:
-                _write_pages(course, out, {path: ran[path]})
+            else:  # written at once: after a run that is killed, it doesn't run again
+                ran[path] = body, seconds, made_from
+                lesson = _lesson(path.stem, path)
+                _write(page, _page_of_lesson(lesson, ran[path], [lesson], course))
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
+        if ran and course.whole:
+            _write_tools(out, {*notebooks} >= {*course.lessons}, report)
     finally:  # also after Ctrl-C: links the finished pages to each other
         if everything:
             shown = [path for path in course.lessons if (out / f"{path.stem}.html").exists()]
@@ -174,9 +180,6 @@ def publish(
             entries = [*search_entries(shown, tasks, folder), *reference]
             _write(out / SEARCH, search_index(entries, read_terms(folder)))
         written = _write_pages(course, out, ran)
-    if ran and course.whole:
-        _write_tools(out, {*notebooks} >= {*course.lessons}, report)
-        _write_pages(course, out, {})  # the index, with links to the tools
     if not failed:
         index = out / "index.html"
         _write(index, marked(index.read_text(encoding="utf-8"), given))
@@ -236,9 +239,14 @@ def _read_lesson(name: str, path: Path, changed: int) -> Lesson:
     return Lesson.of(name, read_notebook(path))
 
 
-def _write_pages(
-    course: Course, out: Path, ran: Mapping[Path, tuple[str, float, str]]
-) -> list[Path]:
+def _page_of_lesson(
+    lesson: Lesson, made: MadePage, lessons: Sequence[Lesson], course: Course
+) -> str:
+    body, seconds, made_from = made
+    return marked(lesson_page(lesson, body, seconds, lessons, course.repository), made_from)
+
+
+def _write_pages(course: Course, out: Path, ran: Mapping[Path, MadePage]) -> list[Path]:
     """Write the pages of the lessons that ran, the glossary and the index; return the paths.
 
     The index lists all lessons of the course that have a page.
@@ -249,12 +257,9 @@ def _write_pages(
             # a notebook that did not run now and that has become unreadable
             with suppress(LessonFailed):
                 lessons[path] = _lesson(path.stem, path)
-    pages = {}
-    for path, (body, seconds, made_from) in ran.items():
-        html = lesson_page(lessons[path], body, seconds, [*lessons.values()], course.repository)
-        pages[out / f"{path.stem}.html"] = marked(html, made_from)
-    for path, html in pages.items():
-        _write(path, html)
+    for path, body in ran.items():
+        html = _page_of_lesson(lessons[path], body, [*lessons.values()], course)
+        _write(out / f"{path.stem}.html", html)
     shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
     glossary = _write_glossary(course, out, [*shown.values()])
     covers = {name: cover_of(page) for name, page in shown.items()}
@@ -283,7 +288,7 @@ def _write_pages(
         (out / SEARCH).exists() and course.whole,
     )
     _write(out / "index.html", index)
-    return [*pages, out / "index.html"]
+    return [*(out / f"{path.stem}.html" for path in ran), out / "index.html"]
 
 
 def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
