@@ -4,15 +4,17 @@ that a layer that leaks is seen.
 
 from __future__ import annotations
 
+import copy
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
+from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import text
+from tests.trainers.cases import gpt, on_mesh, text, world_size
 from tests.trainers.models import BALANCED, mixture
 
 WIDTH, DEPTH = 24, 6
@@ -25,102 +27,86 @@ def trainer(zero_stage, **options):
     return p101.ShardedTrainer(
         MLP([WIDTH] * (DEPTH + 1)),
         F.mse_loss,
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        torch.optim.AdamW,
         zero_stage=zero_stage,
+        verify=False,
         **options,
     )
 
 
-def step(trainer):
-    x = torch.ones(8, WIDTH)
-    trainer.step(*trainer.share((x, x)))
+X = torch.ones(8, WIDTH)
+
+
+def step(trainer, batch=(X, X)):
+    trainer.step(*trainer.share(batch))
     return trainer.describe()
 
 
-def held(**options):
-    return {zero_stage: step(trainer(zero_stage, **options)) for zero_stage in (1, 2, 3)}
-
-
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_weights_gradients_and_optimizer_state_fall_to_one_nth(n):
+def test_weights_gradients_and_optimizer_state_fall_to_one_nth():
     """ZeRO's table 1 in float32: 4 + 4 + 8/n, 4 + 4/n + 8/n, 4/n + 4/n + 8/n bytes a parameter."""
-    for found in p101.launch(held, world_size=n, backend="sim", bucket_bytes=LAYER).results:
-        for zero_stage, holdings in found.items():
-            share = {
-                kind: [count / ALL for count in counts] for kind, counts in holdings.bytes.items()
-            }
-            assert share["weights"] == pytest.approx([1 if zero_stage < 3 else 1 / n] * n, rel=1e-3)
-            assert share["gradients"] == pytest.approx(
-                [1 if zero_stage < 2 else 1 / n] * n, rel=1e-3
-            )
-            assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01), (
-                "and a few counts of steps"
-            )
-            assert holdings.bytes["gathered (peak)"] == [0 if zero_stage < 3 else 2 * LAYER] * n, (
-                "two layers at a time"
-            )
-            in_flight = holdings.bytes["gradients in flight (peak)"]
-            assert all(0 < most <= 3.2 * LAYER for most in in_flight), (
-                "two layers' that leave and one's that is packed"
-            )
+    n = 3
+
+    def held():
+        return {stage: step(trainer(stage, bucket_bytes=LAYER)) for stage in (1, 2, 3)}
+
+    for found in p101.launch(held, world_size=n, backend="sim").results:
+        for stage, holdings in found.items():
+            share = {kind: [count / ALL for count in of] for kind, of in holdings.bytes.items()}
+            for kind, least in (("weights", 3), ("gradients", 2)):
+                expected = [1 if stage < least else 1 / n] * n
+                assert share[kind] == pytest.approx(expected, rel=1e-3)
+            # and a few counts of steps
+            assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01)
+            two_layers = 0 if stage < 3 else 2 * LAYER
+            assert holdings.bytes["gathered (peak)"] == [two_layers] * n
+            # two layers' that leave and one's that is packed
+            for most in holdings.bytes["gradients in flight (peak)"]:
+                assert 0 < most <= 3.2 * LAYER
         assert f"{found[3].bytes['weights'][0] / 1000:.1f} kB" in str(found[3])
-        assert "stage 3" in str(found[3])
-        assert "6 layers" in str(found[3])
+        assert "stage 3, in 6 layers" in str(found[3])
 
 
-def one_at_a_time():
-    sharded = trainer(3, overlap=False)
-    first = step(sharded)
-    x = torch.ones(8, WIDTH)
-    sharded.evaluate([(x, x)])
-    sharded.state_dict()
-    return first, step(sharded), sharded.describe()
+def gathered(*args):
+    """The most bytes of gathered weights in a step."""
+    return step(*args).bytes["gathered (peak)"][0]
 
 
-def test_without_overlap_one_layer_is_whole_at_a_time_and_afterwards_none():
-    for holdings in p101.launch(one_at_a_time, world_size=2, backend="sim").results[0]:
-        assert holdings.bytes["gathered (peak)"] == [LAYER] * 2
-        assert holdings.bytes["weights"] == [ALL // 2] * 2
+def peaks():
+    """Of gathered weights, measured and expected: layer by layer; with hooks that keep the weights
+    of some layers, as a careless logger would; of a GPT, whose tied weights are whole throughout.
+    """
+    found = []
+    one_by_one = trainer(3, overlap=False)
+    found.append((gathered(one_by_one), LAYER))
+    one_by_one.evaluate([(X, X)])
+    one_by_one.state_dict()
+    held = one_by_one.describe().bytes
+    found += [(held["gathered (peak)"][0], LAYER), (held["weights"][0], ALL // 2)]
 
-
-def leaking():
-    """A hook that keeps the weight of some layers, as a careless logger would."""
-    sharded, kept, figures = trainer(3), [], [0]
-    figures[0] = step(sharded).bytes["gathered (peak)"][0]
-    for layer in list(sharded.model.layers)[:3]:
+    leaking, kept = trainer(3), []
+    found.append((gathered(leaking), 2 * LAYER))
+    for leaked, layer in enumerate(list(leaking.model.layers)[:3], 1):
         layer.register_forward_hook(lambda layer, inputs, output: kept.append(layer.weight.data[0]))
-        figures.append(step(sharded).bytes["gathered (peak)"][0])
+        found.append((gathered(leaking), (2 + leaked) * LAYER))
         kept.clear()
-    return figures
 
-
-def test_a_leaked_layer_raises_the_figure():
-    for figures in p101.launch(leaking, world_size=2, backend="sim").results:
-        assert figures == [(2 + leaked) * LAYER for leaked in range(4)]
-
-
-def gpt_weights():
-    model = GPT(GPTConfig(13, context=8, layers=3, heads=2, width=16))
+    model = gpt()
     block = sum(p.nbytes for p in model.blocks[0].parameters())
-    tied = model.head.weight.nbytes
-    sharded = p101.ShardedTrainer(model, next_token_loss, lambda p: torch.optim.AdamW(p))
-    tokens = torch.randint(13, (4, 9), generator=torch.Generator().manual_seed(0))
-    sharded.step(*sharded.share((tokens[:, :-1], tokens[:, 1:])))
-    return sharded.describe().bytes["gathered (peak)"][0], 2 * block + tied
+    expected = 2 * block + model.head.weight.nbytes
+    sharded = p101.ShardedTrainer(model, next_token_loss, torch.optim.AdamW, verify=False)
+    return [*found, (gathered(sharded, text(0)), expected)]
 
 
-def test_tied_weights_are_whole_beside_two_layers():
-    for most, expected in p101.launch(gpt_weights, world_size=2, backend="sim").results:
-        assert most == expected
+def test_two_layers_are_whole_at_a_time_and_a_leaked_one_raises_the_figure():
+    for found in p101.launch(peaks, world_size=2, backend="sim").results:
+        assert [measured for measured, _ in found] == [expected for _, expected in found]
 
 
 def experts_weights():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model = mixture()
     whole = sum(p.nbytes for p in model.parameters())
     away = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name) // 2
-    trained = p101.HybridTrainer(model, BALANCED, torch.optim.AdamW, mesh=mesh, zero_stage=1)
-    trained.step(*trained.share(text(0)))
+    trained = on_mesh("dp 2, ep 2")(model, BALANCED, torch.optim.AdamW, zero_stage=1)
     return trained.describe().bytes["weights"], [whole - away] * 4
 
 
@@ -129,75 +115,64 @@ def test_along_ep_a_rank_holds_its_experts_only():
         assert weights == expected
 
 
-def numbered(names, zero_stage, model):
-    """Each rank's parts, and the numbers of the elements that it holds: no two are equal."""
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    trainer = p101.HybridTrainer(
-        model(),
-        p101.vocabulary_cross_entropy,
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
-        mesh=mesh,
-        zero_stage=zero_stage,
-        verify=False,
-    )
-    whole, first = {}, 0
-    for name in trainer.trained:
-        shape = trainer.layout.entries[name].shape
-        whole[name] = torch.arange(first, first + shape.numel()).view(shape)
-        first += shape.numel()
-    mine = [trainer.layout.cut(name, whole[name]).reshape(-1).tolist() for name in trainer.trained]
-    assert [len(of) for of in mine if of] == [
-        trainer.owned[name].numel() for name in trainer.trained if name in trainer.owned
-    ]
-    return trainer.describe().parts["optimizer state"], set().union(*mine), first
+def numbered(mesh):
+    """By ZeRO stage: each rank's parts, and the numbers of the elements that it holds, of which no
+    two are equal; and how many there are.
+    """
+    found = {}
+    for stage in (0, 1, 3):
+        trainer = on_mesh(mesh)(
+            *(gpt(heads=4), p101.vocabulary_cross_entropy, torch.optim.AdamW), zero_stage=stage
+        )
+        whole, first = {}, 0
+        for name in trainer.trained:
+            shape = trainer.layout.entries[name].shape
+            whole[name] = torch.arange(first, first + shape.numel()).view(shape)
+            first += shape.numel()
+        mine = [trainer.layout.cut(name, whole[name]).flatten().tolist() for name in whole]
+        assert [len(elements) for elements in mine if elements] == [
+            trainer.owned[name].numel() for name in trainer.trained if name in trainer.owned
+        ]
+        parts = trainer.describe().parts["optimizer state"]
+        found[stage] = parts, set().union(*mine), first
+    return found
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-@pytest.mark.parametrize("names", [("dp", "pp", "tp"), ("tp", "dp"), ("pp", "dp")], ids="-".join)
-def test_two_ranks_have_as_many_elements_in_common_as_their_parts(names, zero_stage):
+@pytest.mark.parametrize("mesh", ["dp 2, pp 2, tp 2", "tp 2, dp 2", "pp 2, dp 2"])
+def test_two_ranks_have_as_many_elements_in_common_as_their_parts(mesh):
     """A tied GPT: what is replicated along tp, and on two stages, is at one place for all."""
-
-    def model():
-        return GPT(GPTConfig(vocabulary=11, context=4, layers=2, heads=2, width=8))
-
-    run = p101.launch(numbered, names, zero_stage, model, world_size=2 ** len(names), backend="sim")
-    parts, _, total = run.results[0]
-    held = [elements for _, elements, _ in run.results]
-    for a in range(len(held)):
-        for b in range(len(held)):
+    results = p101.launch(numbered, mesh, world_size=world_size(mesh), backend="sim").results
+    for stage in (0, 1, 3):
+        parts, _, total = results[0][stage]
+        held = [of_rank[stage][1] for of_rank in results]
+        for a, b in product(range(len(held)), repeat=2):
             both = sum(
                 max(min(high, to) - max(low, start), 0.0)
                 for low, high in parts[a]
                 for start, to in parts[b]
             )
             assert both * total == pytest.approx(len(held[a] & held[b]), abs=1e-6)
-    assert len(set().union(*held)) == total
+        assert len(set().union(*held)) == total
 
 
-def hybrid(zero_stage):
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
-    return p101.HybridTrainer(
-        MLP([WIDTH] * (DEPTH + 1), bias=False),
-        F.mse_loss,
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
-        mesh=mesh,
-        zero_stage=zero_stage,
-    )
+def on_three_axes():
+    """Without biases, which one rank along tp would have more of."""
+    model = MLP([WIDTH] * (DEPTH + 1), bias=False)
+    for stage in (0, 1, 2, 3):
+        trained = on_mesh("dp 2, pp 2, tp 2")(
+            *(copy.deepcopy(model), F.mse_loss, torch.optim.AdamW), zero_stage=stage
+        )
+        yield step(trained)
 
 
 def test_parts_on_a_mesh_follow_the_order_of_the_cuts():
     """Stages, then shards, then pieces. dp cuts only what the ZeRO stage says."""
     quarters = [[(i / 4, i / 4 + 1 / 4)] for i in (0, 1, 2, 3)] * 2
     eighths = [[(i / 8, i / 8 + 1 / 8)] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
-
-    def described():
-        return [step(hybrid(zero_stage)) for zero_stage in (0, 1, 2, 3)]
-
-    for zero_stage, found in enumerate(
-        p101.launch(described, world_size=8, backend="sim").results[0]
-    ):
+    results = p101.launch(lambda: [*on_three_axes()], world_size=8, backend="sim").results
+    for stage, found in enumerate(results[0]):
         for kind, first in (("weights", 3), ("gradients", 2), ("optimizer state", 1)):
-            assert found.parts[kind] == (eighths if zero_stage >= first else quarters), kind
+            assert found.parts[kind] == (eighths if stage >= first else quarters), kind
             whole = ALL_WEIGHTS * (2 if kind == "optimizer state" else 1)
             for (low, high), count in zip((of[0] for of in found.parts[kind]), found.bytes[kind]):
                 assert count == pytest.approx((high - low) * whole, rel=0.02)
