@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import mesh_of
+from tests.trainers.cases import differing, on_mesh
 
 B, H = 6, 8  # samples, features
 ROW = 4 * B * H  # bytes of an activation
@@ -150,10 +151,9 @@ def test_spans_tell_microbatches_and_phases_apart():
 # ── trainers ──
 
 
-def gpt_step(build, verify=False, **options):
+def gpt_step(build, **options):
     model = GPT(GPTConfig(13, context=8, layers=4, heads=2, width=16))
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    trainer = build(model, next_token_loss, sgd, verify=verify, **options)
+    trainer = build(model, next_token_loss, torch.optim.SGD, **{"verify": False, **options})
     tokens = torch.randint(13, (8, 9), generator=torch.Generator().manual_seed(0))
     x, y = trainer.share((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
     with p101.count_activations(trainer) as activations:
@@ -161,41 +161,28 @@ def gpt_step(build, verify=False, **options):
     return activations, trainer.describe()
 
 
-def on_mesh(shape):
-    return lambda *args, **options: p101.HybridTrainer(*args, mesh=mesh_of(shape), **options)
-
-
-def alone():
-    return gpt_step(p101.DataParallelTrainer)[0]
-
-
-@pytest.mark.parametrize("backend", ["sim", "gloo"])
-def test_data_parallel_holds_its_share_and_the_table_says_so(backend):
-    whole = alone().peak
-    # verified: what is compared before the first step isn't counted
-    for activations, held_by_rank in p101.launch(
-        gpt_step, p101.DataParallelTrainer, True, accumulate=2, world_size=2, backend=backend
-    ).results:
-        # an int64 target a token more in all microbatches, and the scalars of the loss
-        assert activations.peak == pytest.approx(whole / 4, rel=1e-3)
-        assert activations.by_microbatch() == {0: activations.peak}
-        assert held(activations)[-1] == 0
-        assert held_by_rank.bytes["activations (peak)"] == [activations.peak] * 2
-        assert [phase.name for phase in activations.phases[1:]] == ["forward", "backward"] * 2
-
-
 def every_trainer():
+    """Of data parallel, also with two microbatches; of the peaks of all others."""
     sharded = [partial(p101.ShardedTrainer, zero_stage=stage) for stage in (1, 2, 3)]
-    return [gpt_step(build)[0].peak for build in (p101.DataParallelTrainer, *sharded)] + [
+    whole, *zero = (gpt_step(build)[0].peak for build in (p101.DataParallelTrainer, *sharded))
+    tensor = [
         gpt_step(p101.TensorParallelTrainer, sequence_parallel=cut)[0].peak for cut in (False, True)
     ]
+    return gpt_step(p101.DataParallelTrainer, accumulate=2), whole, zero, tensor
 
 
-def test_zero_keeps_the_same_activations_and_tensor_parallel_fewer():
-    for peaks in p101.launch(every_trainer, world_size=2, backend="sim").results:
-        data, zero_1, zero_2, zero_3, tensor, sequence = peaks
-        assert data == zero_1 == zero_2 == zero_3
+def test_a_rank_holds_what_its_share_or_its_part_needs_and_the_table_says_so():
+    for (halves, table), data, zero, (tensor, sequence) in p101.launch(
+        every_trainer, world_size=2, backend="sim"
+    ).results:
+        assert zero == [data] * 3
         assert data < sequence < tensor < 2 * data  # tensor parallel has the whole batch
+        # an int64 target a token more in all microbatches, and the scalars of the loss
+        assert halves.peak == pytest.approx(data / 2, rel=1e-3)
+        assert halves.by_microbatch() == {0: halves.peak}
+        assert held(halves)[-1] == 0
+        assert table.bytes["activations (peak)"] == [halves.peak] * 2
+        assert [phase.name for phase in halves.phases[1:]] == ["forward", "backward"] * 2
 
 
 def pipelines():
@@ -218,33 +205,37 @@ def test_a_pipelines_first_stage_holds_as_many_microbatches_as_its_schedule_says
     assert freed == {"input gradient", "weight gradient"}
 
 
-@pytest.mark.parametrize("shape", ["dp 2, tp 2", "tp 2, pp 2", "dp 2, pp 2"])
-def test_on_a_mesh_all_is_freed_at_the_end_of_the_step(shape):
-    options = {"zero_stage": 3 if "dp" in shape else 0}
-    options |= {"sequence_parallel": True} if "tp" in shape else {}
-    for activations, _ in p101.launch(
-        gpt_step, on_mesh(shape), world_size=4, backend="sim", **options
-    ).results:
-        assert activations.peak > 0 and held(activations)[-1] == 0
+def on_meshes():
+    """What is held at the end of a step, and the most."""
+    found = [
+        gpt_step(on_mesh("dp 2, tp 2"), zero_stage=3, sequence_parallel=True)[0],
+        gpt_step(on_mesh("tp 2, pp 2"), sequence_parallel=True)[0],
+        gpt_step(on_mesh("dp 2, pp 2"), zero_stage=3)[0],
+    ]
+    return [(held(activations)[-1], activations.peak) for activations in found]
 
 
-def same_step(count):
-    model = MLP([H] * 4)
-    trainer = p101.ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
-    x = torch.linspace(-1, 1, B * H).view(B, H)
+def test_on_a_mesh_all_is_freed_at_the_end_of_the_step():
+    for found in p101.launch(on_meshes, world_size=4, backend="sim").results:
+        assert all(last == 0 < peak for last, peak in found)
+
+
+def two_steps(count):
+    """The weights after them, and the peaks: the first one is verified, which isn't counted."""
+    trainer = p101.ShardedTrainer(MLP([H] * 4), F.mse_loss, torch.optim.SGD)
+    x, peaks = torch.linspace(-1, 1, B * H).view(B, H), []
     batch = trainer.share((x, x.sin()))
-    if count:
-        with p101.count_activations(trainer):
+    for _ in range(2):
+        with p101.count_activations(trainer) if count else nullcontext() as activations:
             trainer.step(*batch)
-    else:
-        trainer.step(*batch)
-    return trainer.state_dict()
+        peaks += [activations.peak] if count else []
+    return trainer.state_dict(), peaks
 
 
-def test_counting_changes_no_number():
-    plain, with_count = (
-        p101.launch(same_step, count, world_size=2, backend="sim").results[0]
+def test_counting_changes_no_number_and_leaves_out_what_is_compared():
+    (plain, _), (with_count, (first, second)) = (
+        p101.launch(two_steps, count, world_size=2, backend="sim").results[0]
         for count in (False, True)
     )
-    for name, weight in plain.items():
-        assert torch.equal(weight, with_count[name]), name
+    assert first == second > 0
+    assert differing(plain, with_count, 0) == []

@@ -25,6 +25,7 @@ from tests.trainers.cases import (
     rows,
     seeded,
     sgd,
+    sizes_of,
     text,
     world_size,
 )
@@ -142,7 +143,7 @@ def test_bytes_along_dp_tp_and_pp(backend, mesh):
     """Counts of samples, losses and errors go among all ranks at once: the axis of those events
     has all names, such as "dp_tp_pp".
     """
-    sizes = {name: int(size) for name, size in (axis.split() for axis in mesh.split(", "))}
+    sizes = sizes_of(mesh)
     dp, tp, pp = (sizes.get(name, 1) for name in ("dp", "tp", "pp"))
     options = {"microbatches": 2}
     by_axis = bytes_by_axis(mesh, PAIRED, F.mse_loss, BATCH, options, backend=backend)
