@@ -144,7 +144,7 @@ def verified(mesh, task, options, precision):
     """Verified within the rounding of 16 bit, and the losses of three steps."""
     of = TASKS[task]
     given = {"loss_fn": of.loss_fn, **(of.on_tp if "tp" in mesh else {}), **options, **precision}
-    trainer = on_mesh(mesh)(of.build().float(), optimizer=adam, clip_norm=1.0, **given)
+    trainer = on_mesh(mesh)(of.build().float(), optimizer=adam, clip_norm=1.0, verify=True, **given)
     batch = trainer.share(text(0))
     said = str(trainer.verify(*batch)).splitlines()[0]
     return said, [trainer.step(*batch) for _ in range(3)]
