@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,10 @@ def refuse_parts(trainer: Trainer) -> None:
     if whole:
         return
 
+    of_trainer = weakref.ref(trainer)  # the model is no reason to keep it
+
     def refuse(*_: Any) -> None:
-        if not trainer.reads_parts:
+        if not getattr(of_trainer(), "reads_parts", False):
             raise RuntimeError(
                 "this rank has only a part of the model's weights: expected "
                 "trainer.state_dict(), which all ranks call, and which gives "

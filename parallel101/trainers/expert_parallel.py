@@ -57,10 +57,11 @@ def experts_over_ranks(
     counts = count_rows(rows, choice, sizes, members)
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # so that this rank takes part in backward's messages
-    arrived = Dispatch.apply(rows[order], counts)
+    arrived = Exchange.apply("dispatch", rows[order], counts)
     with span("experts", rows=len(arrived)):
         results = experts(arrived, counts.choice)
-    return Combine.apply(results, counts, arrived)[order.argsort()]
+    # `arrived` ties a rank into the graph whose results, of no rows, have none
+    return Exchange.apply("combine", results, counts, arrived)[order.argsort()]
 
 
 class RowCounts(NamedTuple):
@@ -70,12 +71,6 @@ class RowCounts(NamedTuple):
     received: list[int]
     choice: Tensor  # which of my experts each row that arrives is for
     group: Group
-
-
-def exchange(name: str, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Send the first sent[0] rows to position 0, the next sent[1] to position 1, …"""
-    with wait_span(name, rows=len(rows)):
-        return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
 
 
 def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group) -> RowCounts:
@@ -99,34 +94,28 @@ def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group)
     )
 
 
-class Dispatch(Function):
-    """Sends rows, sorted by expert, to their experts' ranks. Backward: gradients come back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: RowCounts) -> Tensor:
-        ctx.counts = counts
-        return exchange("dispatch", rows, counts.sent, counts.received, counts.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return exchange("combine", g, ctx.counts.received, ctx.counts.sent, ctx.counts.group), None
-
-
-class Combine(Function):
-    """Sends results back to the ranks of their rows. Backward: gradients go to the experts.
-    `arrived` ties a rank into the graph whose results, of no rows, have none.
+class Exchange(Function):
+    """Dispatches rows, sorted by expert, to their experts' ranks, or combines: sends results back
+    to the ranks of their rows. Backward is the other one, of gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, results: Tensor, counts: RowCounts, arrived: Tensor | None = None
+        ctx: Any, way: str, rows: Tensor, counts: RowCounts, arrived: Tensor | None = None
     ) -> Tensor:
-        ctx.counts = counts
-        return exchange("combine", results, counts.received, counts.sent, counts.group)
+        ctx.way, ctx.counts = way, counts
+        return exchange(way, rows, counts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        g = exchange("dispatch", g, ctx.counts.sent, ctx.counts.received, ctx.counts.group)
-        return g, None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None, None]:
+        way = "combine" if ctx.way == "dispatch" else "dispatch"
+        return None, exchange(way, g, ctx.counts), None, None
+
+
+def exchange(way: str, rows: Tensor, counts: RowCounts) -> Tensor:
+    """Send the first rows to position 0, the next ones to position 1, …"""
+    there, here = counts.sent, counts.received
+    sent, received = (there, here) if way == "dispatch" else (here, there)
+    with wait_span(way, rows=len(rows)):
+        return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=counts.group)

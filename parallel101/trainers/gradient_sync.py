@@ -8,9 +8,11 @@ data_parallel.py and zero_1_2_3.py have the synchronizations.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,12 +117,15 @@ class GradientHooks:
     def __init__(
         self, buckets: Sequence[Parameters], send: Callable[[int], None], overlap: bool = True
     ):
-        self.buckets, self.send, self.overlap = buckets, send, overlap
+        self.buckets, self.overlap = buckets, overlap
         self.missing: list[set[str]] = []  # of each bucket, the gradients to come
         self.sent = 0
+        # The garbage collector doesn't see a tensor's hooks: one that led back to the tensor would
+        # keep it forever.
+        self.send, ready = weakref.WeakMethod(send), weakref.WeakMethod(self.ready)
         for number, bucket in enumerate(buckets):
             for name, p in bucket.items():
-                p.register_post_accumulate_grad_hook(partial(self.ready, number, name))
+                p.register_post_accumulate_grad_hook(partial(call_if_alive, ready, number, name))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -150,8 +155,13 @@ class GradientHooks:
             self.send_next()
 
     def send_next(self) -> None:
-        self.send(self.sent)
+        call_if_alive(self.send, self.sent)
         self.sent += 1
+
+
+def call_if_alive(method: weakref.WeakMethod, *args: Any) -> None:
+    if (bound := method()) is not None:
+        bound(*args)
 
 
 def by_size(

@@ -35,6 +35,7 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.flat import (
     EMPTY,
     Flat,
+    LiveBytes,
     ZeRO,
     ZeROGroup,
     flats_of,
@@ -68,11 +69,8 @@ class ZeRO12(ZeRO):
         super().__init__(flats, zero)
         self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
         for name, p in parameters.items():
-            p.register_post_accumulate_grad_hook(partial(self.watch, name))
+            p.register_post_accumulate_grad_hook(partial(note_gradient, zero.live, name))
         self.hooks = GradientHooks(buckets, self.send, zero.overlap)
-
-    def watch(self, name: str, p: nn.Parameter) -> None:
-        self.live.watch("gradients", dense_gradient(name, p))
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
         complete = last or (self.zero_stage == 2 and kind != "I")
@@ -88,6 +86,10 @@ class ZeRO12(ZeRO):
                 bucket.all_gather()
             for bucket in self.flats:
                 bucket.wait()
+
+
+def note_gradient(live: LiveBytes, name: str, p: nn.Parameter) -> None:
+    live.watch("gradients", dense_gradient(name, p))
 
 
 class ZeRO3(ZeRO):
@@ -137,8 +139,7 @@ class ZeRO3(ZeRO):
         self.upcoming: deque[str] = deque()
         self.current: str | None = None
         self.in_backward = self.sends = False
-        self.spans = ExitStack()
-        self.saving = saving_places(self.whole_now, autocast)
+        self.autocast, self.spans = autocast, ExitStack()
         walk(model, {name: modules[name] for name in self.layers}, self.use)
 
     # ── a forward or a backward ──
@@ -146,7 +147,8 @@ class ZeRO3(ZeRO):
     @contextmanager
     def forward(self) -> Iterator[None]:
         self.used = []
-        with self.over_layers(self.order or list(self.layers)), saved_tensors_hooks(*self.saving):
+        saving = saved_tensors_hooks(*saving_places(self.whole_now, self.autocast))
+        with self.over_layers(self.order or list(self.layers)), saving:
             yield
         if self.order is None:
             used = self.used if self.agree.same(str(self.used)) else []

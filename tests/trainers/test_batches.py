@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -70,10 +71,13 @@ class Masked(nn.Module):
         return {"logits": logits, "loss": None if labels is None else F.mse_loss(logits, labels)}
 
 
+KINDS = ("keywords", "arguments", "model's loss")
+
+
 def fitted(kind, layout):
     """Losses of three batches, given as this kind of tree."""
     batches = [(randn(i, 9, 4), randn(20 + i, 9, 4) > 0, randn(40 + i, 9, 5)) for i in range(3)]
-    mesh, options = LAYOUTS.get(layout, ("dp 1", {}))
+    mesh, options = layout
     build = partial(on_mesh(mesh), optimizer=OPTIMIZERS["sgd"], **options)
     if kind == "model's loss":
         trainer = build(Masked(), None)
@@ -88,12 +92,16 @@ def fitted(kind, layout):
     return [*losses, trainer.evaluate(trees)]
 
 
-@pytest.mark.parametrize("layout", ["overlapped", "ZeRO-3", "accumulated"])
-def test_batches_are_trees_of_tensors(layout):
-    (expected,) = p101.launch(fitted, "keywords", "alone", world_size=1, backend="sim").results
-    for kind in ("keywords", "arguments", "model's loss"):
-        for found in p101.launch(fitted, kind, layout, world_size=4, backend="sim").results:
-            assert found == pytest.approx(expected, rel=CLOSE)
+def test_batches_are_trees_of_tensors():
+    def every_kind(*layouts):
+        layouts = [LAYOUTS[name] for name in layouts] or [("dp 1", {})]
+        return [fitted(*case) for case in itertools.product(KINDS, layouts)]
+
+    where = {"backend": "sim"}
+    first, *others = p101.launch(every_kind, world_size=1, **where).results[0]
+    layouts = "overlapped", "ZeRO-3", "accumulated"
+    for found in p101.launch(every_kind, *layouts, world_size=4, **where).results:
+        assert [*others, *found] == [pytest.approx(first, rel=CLOSE)] * 11
 
 
 class First(nn.Linear):

@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -60,7 +61,8 @@ class Verification:
         options: Options,
         build: Callable[..., Trainer],
     ):
-        self.trainer, self.loss_fn, self.asked = trainer, loss_fn, bool(options.verify)
+        self.of_trainer = weakref.ref(trainer)  # otherwise only the garbage collector would free it
+        self.loss_fn, self.asked = loss_fn, bool(options.verify)
         self.steps = STEPS if options.verify is True else options.verify
         self.whole: WholeModel | None = None
         self.due = False
@@ -70,6 +72,10 @@ class Verification:
         self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
         if self.comparable and trainer.position == 0 and not self.is_keras:
             self.whole = WholeModel(model, loss_fn, options, build)
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.of_trainer()
 
     def note_cut(self) -> None:
         """Note that the trainer is built and its model cut."""
