@@ -5,6 +5,9 @@ that a layer that leaks is seen.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import gpt, on_mesh, text, world_size
+from tests.trainers.cases import TRAINERS, gpt, on_mesh, text, world_size
 from tests.trainers.models import BALANCED, mixture
 
 WIDTH, DEPTH = 24, 6
@@ -100,6 +103,29 @@ def peaks():
 def test_two_layers_are_whole_at_a_time_and_a_leaked_one_raises_the_figure():
     for found in p101.launch(peaks, world_size=2, backend="sim").results:
         assert [measured for measured, _ in found] == [expected for _, expected in found]
+
+
+def left_over():
+    """What is alive of trainers that nobody holds any more."""
+    builds = {**TRAINERS, "pipeline": partial(p101.PipelineTrainer, verify=False)}
+    alive = []
+    gc.disable()
+    try:
+        for name, build in builds.items():
+            model = MLP([WIDTH] * 3)
+            built = build(model, F.mse_loss, torch.optim.AdamW)
+            step(built)
+            refs = weakref.ref(built), weakref.ref(model.layers[0].weight)
+            del model, built
+            alive += [name for ref in refs if ref() is not None]
+    finally:
+        gc.enable()
+    return alive
+
+
+def test_a_trainer_that_nobody_holds_is_freed_without_the_garbage_collector():
+    """It doesn't see the hooks of weights, and would never free them."""
+    assert p101.launch(left_over, world_size=2, backend="sim").results == [[]] * 2
 
 
 def experts_weights():
