@@ -168,7 +168,6 @@ CASES = {
         case("dp 2, tp 2, pp 2", "tied gpt", **ZB_H1, zero_stage=2),
         case("pp 2, tp 2, dp 2", "tied gpt", BY_SHAPE, **INTERLEAVED, zero_stage=1),
         case("tp 2, dp 2, pp 2", "llama", microbatches=2, zero_stage=3, **TIME),
-        case("tp 4, pp 2", "untied gpt", "sgd", **INTERLEAVED),
         case(
             *("dp 1, tp 2, pp 4", "tied gpt"),
             microbatches=4,

@@ -159,6 +159,7 @@ def of_the_embedding(recompute):
         sequence_parallel=True,
         accumulate=2,
         recompute=recompute,
+        verify=False,
     )
     trainer.step(*trainer.share((torch.arange(56).view(8, 7) % 13, torch.ones(8, 7).long())))
     gradients = [p.grad for name, p in trainer.model.named_parameters() if "embedding" in name]

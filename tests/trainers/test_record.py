@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -263,16 +264,23 @@ def test_the_messages_are_the_algorithms(mesh, options):
 # ── dp: when ──
 
 
-@pytest.mark.parametrize("name", ["as it comes", "overlapped", "ZeRO-1", "ZeRO-2"])
-def test_the_first_gradients_leave_before_the_last_is_ready(name, backend):
+def spans_in(trace, step, name, rank):
+    """The spans of this name in a step of this rank."""
+    (around,) = (e for e in trace.spans(step) if e.rank == rank)
+    spans = [e for e in trace.spans(name) if e.rank == rank]
+    return [e for e in spans if around.start <= e.start <= around.end]
+
+
+def test_the_first_gradients_leave_before_the_last_is_ready(backend):
+    settings = [(name, 1) for name in ("as it comes", "overlapped", "ZeRO-1", "ZeRO-2")]
     for overlap in (True, False):
         options = {"overlap": overlap, "bucket_bytes": LAYERS[-1]}
         where = {"world_size": 2, "backend": backend, "trace": True}
-        trace = p101.launch(steps, [(name, 1)], **options, **where).trace
-        for rank in range(2):
-            first = of_weights(sends_in(trace, "step 0")[rank])[0].posted
-            (backward,) = (e for e in trace.spans("backward") if e.rank == rank)
-            ready = [e for e in trace.spans("gradient ready") if e.rank == rank]
+        trace = p101.launch(steps, settings, **options, **where).trace
+        for i, rank in product(range(len(settings)), range(2)):
+            first = of_weights(sends_in(trace, f"step {i}")[rank])[0].posted
+            (backward,) = spans_in(trace, f"step {i}", "backward", rank)
+            ready = spans_in(trace, f"step {i}", "gradient ready", rank)
             if overlap:
                 last = {e.args["parameter"] for e in ready[-2:]}
                 assert last == {"layers.0.weight", "layers.0.bias"}

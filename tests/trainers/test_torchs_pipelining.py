@@ -46,7 +46,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 TASKS["eight layers"] = TASK = Task(model, mse_loss, batch)
-STEPS = 2
 
 
 OURS = {  # name → chunks, microbatches
@@ -89,7 +88,7 @@ def test_our_schedules_run_in_torchs_runtime(tmp_path):
         schedules[name] = schedule
         (tmp_path / f"{name}.csv").write_text(schedule.to_csv())
     results = p101.launch(in_torchs_runtime, schedules, str(tmp_path), world_size=ranks).results
-    expected = one_process(TASK, "sgd", None, STEPS)
+    expected = one_process(TASK, "sgd", None, 1)
     for name in schedules:
         (loss,) = [of_rank[name][0] for of_rank in results if of_rank[name][0] is not None]
         assert loss == pytest.approx(expected.losses[0], rel=CLOSE), name
@@ -125,7 +124,7 @@ def run_lists(lists: dict[str, str]) -> list[str]:
             case(f"pp {dist.get_world_size()}", "eight layers", "sgd", None, schedule=schedule)
             for schedule in map(p101.Schedule.from_csv, lists.values())
         ],
-        steps=STEPS,
+        steps=1,
     )
 
 
