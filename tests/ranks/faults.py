@@ -8,6 +8,9 @@
 A comment in a program is what the report must say of its line, before it names it. Otherwise the
 report must have the texts that the decorator is given ("…" is anything on one line), and the
 error's `rank`. Programs of one call are rows of `calls`, which are named after that text.
+
+In a job (see job.py) no process is above the ranks. There, what they print must have the texts
+`job`, if there are such, in place of the decorator's.
 """
 
 from __future__ import annotations
@@ -42,6 +45,11 @@ WORLDS: dict[str, dict[str, Any]] = {
     "sim": {"backend": "sim"},
     "nccl": {"backend": "sim", "rules": "nccl"},
 }
+JOBS: dict[str, dict[str, Any]] = {  # the world: what Job takes
+    "torchrun": {"options": {}},
+    "checked_torchrun": {"options": {"trace": True}},
+    "srun": {"options": {}, "launcher": "srun"},
+}
 
 
 class Fault(NamedTuple):
@@ -52,6 +60,7 @@ class Fault(NamedTuple):
     size: int = 2
     worlds: str = "checked sim"
     options: Mapping[str, Any] = {}
+    job: tuple[str, ...] = ()
 
 
 FAULTS: dict[str, Fault] = {}
@@ -103,7 +112,6 @@ def wait_for(works):
 ODD_RANK_1 = {
     "different reductions: sum and max": lambda r: dist.all_reduce(X, MAX if r == 1 else SUM),
     "different dtypes: float32 and int32": lambda r: dist.all_reduce(INTS if r == 1 else FLOATS),
-    "different shapes: (2, 3) and (3, 2)": lambda r: dist.all_reduce(TALL if r == 1 else WIDE),
     "different roots: 0 and 1": lambda r: dist.broadcast(X, int(r == 1)),
     "all_reduce and barrier": lambda r: dist.barrier() if r == 1 else dist.all_reduce(X),
     "passes a strided": lambda r: dist.all_reduce(SQUARE.t()[:2] if r == 1 else torch.ones(2, 4)),
@@ -113,6 +121,13 @@ ODD_RANK_1 = {
     ),
 }
 calls(misuse, ODD_RANK_1, rank=1, size=3)
+
+
+@misuse("different shapes: (2, 3) and (3, 2)", worlds="checked sim checked_torchrun")
+def different_shapes(rank):
+    dist.all_reduce(TALL if rank == 1 else WIDE)  # rank 0: all_reduce(; rank 1: all_reduce(
+
+
 DIFFER = {
     "expects 8…": lambda r: dist.all_to_all_single(torch.ones(3 * (1 + (r == 2))), torch.ones(3)),
     "expects 16…": lambda r: dist.all_to_all_single(
@@ -125,13 +140,19 @@ DIFFER = {
 calls(misuse, DIFFER, size=3)
 SENDS = {
     "shorter than the receive": message(torch.ones(2), torch.ones(4), 0),
-    "longer than the receive": message(torch.ones(4), torch.ones(2), 1),
     "different dtypes: float32 sent, int32": message(FLOATS, INTS, 1),
     "different shapes: (6,) sent, (2, 3)": message(FLOATS, WIDE, 0),
     "passes a strided tensor to recv…contiguous": message(torch.ones(4), SQUARE[:, 0]),
     "x.resolve_conj()": message(torch.ones(2), negative(torch.ones(2))),
 }
 calls(misuse, SENDS, rank=1)
+misuse(
+    "longer than the receive: 16 bytes sent, 8 expected",
+    name="longer message",
+    rank=1,
+    worlds="checked sim checked_torchrun",
+    job=("16 bytes",),  # on a busy machine the abort is reported, and not that the calls differ
+)(message(torch.ones(4), torch.ones(2), 1))
 OF_ONE = {
     "passes a strided tensor to send…contiguous": message(SQUARE[:, 0], torch.ones(4)),
     "to send…x.resolve_conj()": message(negative(torch.ones(2)), torch.ones(2)),
@@ -191,6 +212,21 @@ for what, other in INSTEAD.items():
     misuse(f"operations: all_gather and {what}\n", name=f"own {what}", rank=1, size=3)(
         lambda r, other=other: other() if r == 1 else p101.all_gather(X, algorithm="direct")
     )
+
+
+@misuse("different dtypes: float32 sent, int32 expected", rank=1)
+def batch_of_another_dtype(rank):
+    inbox, peer = (INTS if rank else FLOATS).clone(), 1 - rank
+    batch = [dist.P2POp(dist.isend, FLOATS, peer), dist.P2POp(dist.irecv, inbox, peer)]
+    wait_for(dist.batch_isend_irecv(batch))  # rank 0: send(; rank 1: recv(
+
+
+@misuse("the ranks call different operations: all_reduce and barrier", worlds="checked")
+def one_batch_fewer(rank):
+    model = DDP(torch.nn.Linear(4, 4))
+    for _ in range(3 - rank):
+        model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()  # rank 1: barrier(
 
 
 @misuse("a message of … on ranks [0… is received in … on ranks [0", size=3)
@@ -347,7 +383,7 @@ def error_after_a_forgotten_wait(rank):
 BOTH = "gloo sim"
 
 
-@deadlock("the cycle: rank 0 → rank 1 → rank 2 → rank 0", size=3, worlds="gloo sim nccl")
+@deadlock("the cycle: rank 0 → rank 1 → rank 2 → rank 0", size=3, worlds="gloo sim nccl torchrun")
 def receive_cycle(rank):
     dist.recv(X, (rank + 1) % 3)  # rank 2 waits in recv from rank 0
 
@@ -389,6 +425,25 @@ def group_that_one_never_makes(rank):
     if rank == 0:
         dist.recv(X, 1)  # rank 0 waits in recv from rank 1
     dist.new_group([0, 1])  # rank 1 waits in new_group for rank 0
+
+
+@deadlock("the cycle: rank 1 → rank 2 → rank 1", size=4, worlds=BOTH)
+def groups_used_in_another_order(rank):
+    groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1, 2], [1, 2, 3])]
+    for ranks, group in groups[:: -1 if rank == 2 else 1]:
+        if rank in ranks:
+            dist.all_reduce(X, group=group)  # rank 1 waits in all_reduce for rank 2
+
+
+@deadlock("rank 1 has already returned", worlds=BOTH)
+def child_that_raises(rank):
+    """It ends, and is no rank."""
+    if rank == 1:
+        if os.fork() == 0:
+            raise ValueError("in a child")
+        os.wait()
+    else:
+        dist.barrier()  # rank 0 waits in barrier for rank 1 (returned)
 
 
 @deadlock("rank 1 has already returned", worlds="sim")
@@ -488,7 +543,7 @@ def messages_that_nobody_receives(rank):
     wait_for([sent, *works])
 
 
-@deadlock("4 bytes on ranks 0 and 2, barrier on rank 1", size=3, worlds="gloo")
+@deadlock("4 bytes on ranks 0 and 2, barrier on rank 1", size=3, worlds="gloo torchrun")
 def another_order(rank):
     calls = (lambda: dist.all_reduce(X)), dist.barrier
     for call in calls if rank != 1 else calls[::-1]:
@@ -683,21 +738,50 @@ def cancelled_twice(rank):
         dist.all_reduce(torch.ones(1))
 
 
-@failed("my own mistake", 'raise KeyError("my own', rank=2, size=4, worlds="gloo checked sim")
+@failed(
+    "rank 0 raised KeyError: 'my own mistake'",
+    'raise KeyError("my own',
+    rank=0,
+    size=3,
+    worlds="gloo checked sim srun",
+)
 def exception_while_the_others_wait(rank):
-    if rank == 2:
+    if rank == 0:
         raise KeyError("my own mistake")
     dist.barrier()
 
 
-@failed("rank 1 was killed by SIGKILL", rank=1, size=4, worlds="gloo")
+ENDED = "rank 1 (on … has ended before its program: its process was killed"
+
+
+@failed("rank 1 was killed by SIGKILL", rank=1, size=3, worlds="gloo torchrun", job=(ENDED,))
 def killed_while_the_others_wait(rank):
     if rank == 1:
         os.kill(os.getpid(), 9)
     dist.barrier()  # rank
 
 
-@failed("4000 bytes arrived, and 16 were expected", "trace=True", rank=1, size=3, worlds="gloo")
+@failed("rank 1 exited with code 0", rank=1, worlds="gloo torchrun", job=(ENDED,))
+def exit_while_nobody_needs_it(rank):
+    """So no connection breaks."""
+    os._exit(0) if rank == 1 else threading.Event().wait()
+
+
+@failed(
+    worlds="srun",
+    job=("the connection to the job's store at localhost:", "rank 0's), or its machine"),
+)
+def killed_with_the_jobs_store(rank):
+    os.kill(os.getpid(), 9) if rank == 0 else dist.barrier()
+
+
+@failed(
+    *("4000 bytes arrived, and 16 were expected", "trace=True"),
+    rank=1,
+    size=3,
+    worlds="gloo torchrun",
+    job=("C++ aborts rank 1: …", "The program is at …faults.py:…dist.recv(torch.empty(4), 0)"),
+)
 def abort_of_gloo(rank):
     if rank == 0:
         dist.send(torch.ones(1000), 1)  # rank 0 sent 4000 bytes to rank 1
@@ -706,7 +790,37 @@ def abort_of_gloo(rank):
     dist.barrier()
 
 
-@failed("SIGSEGV", "ctypes.string_at(0)", rank=1, worlds="gloo")
+class DyingLoader(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, k):
+        os.kill(os.getpid(), 9)  # as the kernel does if memory runs out
+
+
+@failed("RuntimeError: DataLoader worker (pid", "next(iter(", rank=1, worlds="gloo")
+def loader_whose_worker_died(rank):
+    options = {"num_workers": 1, "multiprocessing_context": "fork"}
+    if rank == 1:
+        next(iter(torch.utils.data.DataLoader(DyingLoader(), **options)))
+    dist.barrier()
+
+
+@failed("rank 1 raised RuntimeError: Expected to have finished reduction", rank=1, worlds="gloo")
+def unused_parameters(rank):
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    model = DDP(torch.nn.Sequential(first, second))
+    model.module.forward = lambda x: first(x) if rank == 1 else second(first(x))
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@failed(
+    *("SIGSEGV", "ctypes.string_at(0)"),
+    rank=1,
+    worlds="gloo torchrun",
+    job=(ENDED, 'faults.py", line … in crash_in_a_library'),
+)
 def crash_in_a_library(rank):
     ctypes.string_at(0) if rank == 1 else dist.barrier()
 

@@ -1,4 +1,4 @@
-"""A job of `parallel101 run` whose ranks are forks of this process's fork server.
+"""A job whose ranks are forks of this process's fork server.
 
 It does what torchrun does, which takes seconds to start: it holds the job's store, and gives each
 rank an environment that names it. The fork server calls `main` in each rank.
@@ -17,45 +17,72 @@ import sys
 
 import torch.distributed as dist
 
+import parallel101 as p101
 from parallel101.cli import main as parallel101
 from parallel101.laboratory.ranks.output import read_available
 from parallel101.laboratory.ranks.processes import kill, start_ranks
+from parallel101.laboratory.ranks.script import free_port
 from parallel101.laboratory.ranks.worker import open_streams
+from tests.ranks.faults import FAULTS
+
+ENVIRONMENTS = {  # of a rank; srun's rank 0 holds the store
+    "torchrun": lambda rank, size: {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    },
+    "srun": lambda rank, size: {
+        "SLURM_JOB_ID": 7,
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NUM_TASKS": size,
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+    },
+}
 
 
 def main(*, control: int, status: int) -> None:
-    """Be a rank: run the command that comes by the control socket, and exit."""
+    """Be a rank: do what the control socket says, and exit."""
     with socket.socket(fileno=control) as sock, sock.makefile() as lines:
         request = json.loads(lines.readline())
     open_streams()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
-    sys.exit(parallel101(request["command"]))
+    if "command" in request:
+        sys.exit(parallel101(request["command"]))
+    program = FAULTS[request["fault"]].program
+    p101.launch(lambda: program(dist.get_rank()), **request["options"])
 
 
 class Job:
-    """A job of `size` ranks, which run a command of parallel101 in a folder.
+    """A job of `size` ranks.
+
+    They run a command of parallel101 in a folder, or with `launch` the program of a fault.
 
     Attributes:
         text: what all ranks have written on stderr and stdout so far.
-        exitcodes: by rank; None if it has not ended, or a signal has killed it.
+        exitcodes: by rank; None if it has not ended.
     """
 
-    def __init__(self, folder, command, size=2):
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.text, self.exitcodes = "", [None] * size
-        self.ranks = start_ranks(size, __name__)
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port)}
-        for rank, process in enumerate(self.ranks):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            environ = address | {name: str(value) for name, value in names.items()}
-            environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            request = {"environ": environ, "folder": str(folder), "command": command}
+    def __init__(self, folder, command=None, size=2, *, launcher="torchrun", first=0, **fault):
+        """`first`: the first rank that comes."""
+        self.text, self.exitcodes, self.command = "", [None] * size, command
+        self.ranks = dict(zip(range(first, size), start_ranks(size - first, __name__)))
+        request = {"folder": str(folder)} | (fault if command is None else {"command": command})
+        if launcher == "torchrun":
+            self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = self.store.port if launcher == "torchrun" else free_port()
+        for rank, process in self.ranks.items():
+            environ = ENVIRONMENTS[launcher](rank, size)
+            environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            request["environ"] = {name: str(value) for name, value in environ.items()}
             process.control.sendall(f"{json.dumps(request)}\n".encode())
 
     def signal(self, number, *ranks):
         """Send a signal to these ranks, or to all of them, if they have not ended."""
-        for rank in ranks or range(len(self.ranks)):
+        for rank in ranks or self.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.ranks[rank].pid, number)
 
@@ -70,7 +97,7 @@ class Job:
         """
         todo, seen = list(reactions), 0
         with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self.ranks):
+            for rank, process in self.ranks.items():
                 selector.register(process.out, selectors.EVENT_READ)
                 selector.register(process.err, selectors.EVENT_READ)
                 selector.register(process.status, selectors.EVENT_READ, rank)
@@ -83,15 +110,15 @@ class Job:
                             selector.unregister(key.fileobj)
                         elif key.data is None:
                             self.text += data.decode(errors="replace")
-                        elif code := re.search(rb"^(\d+)$", data, re.MULTILINE):
+                        elif code := re.search(rb"^(-?\d+)$", data, re.MULTILINE):
                             self.exitcodes[key.data] = int(code[1])
-                            if int(code[1]):  # torchrun then ends the others
+                            if self.command and int(code[1]):  # torchrun then ends the others
                                 self.signal(signal.SIGTERM)
                     while todo and todo[0][0] in self.text[seen:]:
                         seen = self.text.index(todo[0][0], seen) + len(todo[0][0])
                         todo.pop(0)[1]()
             finally:
-                for process in self.ranks:
+                for process in self.ranks.values():
                     kill(process)
                     process.close()
         assert not todo, self.text

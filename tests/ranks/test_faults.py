@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 import parallel101 as p101
 from tests.ranks import faults
-from tests.ranks.faults import FAULTS, WORLDS, Fault
+from tests.ranks.faults import FAULTS, JOBS, WORLDS, Fault
+from tests.ranks.job import Job
 
 SOON = 20.0  # seconds, however busy the machine is; the time limit of a launch is 60 s
-CASES = [(name, world) for name, fault in FAULTS.items() for world in fault.worlds.split()]
+EVERYWHERE = [(name, world) for name, fault in FAULTS.items() for world in fault.worlds.split()]
+CASES = [(name, world) for name, world in EVERYWHERE if world in WORLDS]
 
 
 def failure(fault: Fault, **options):
@@ -26,10 +29,12 @@ def failure(fault: Fault, **options):
     return raised.value
 
 
-def expected(fault: Fault):
+def expected(fault: Fault, job: bool = False):
     """Regular expressions of what a report must say: the table's, and those of its lines."""
-    for text in fault.says:
+    for text in fault.job if job and fault.job else fault.says:
         yield re.escape(text).replace("…", ".*")
+    if job and fault.job:
+        return
     lines, first = inspect.getsourcelines(fault.program)
     for number, line in enumerate(lines, first):
         if fault.program.__name__ != "<lambda>" and "  # rank" in line:
@@ -66,3 +71,22 @@ def test_what_hangs_on_nccl_only_ends_elsewhere_and_if_messages_are_eager(progra
     assert launched().results == [True, True]
     if "exchange" in program.__name__:
         assert launched(rules="nccl", network=eager).results == [True, True]
+
+
+def test_in_a_job_every_rank_ends_and_the_reason_is_printed(tmp_path):
+    """All jobs run at once, since most of the time they wait."""
+    jobs = {
+        (name, world): Job(tmp_path, size=FAULTS[name].size, fault=name, **JOBS[world])
+        for name, world in EVERYWHERE
+        if world in JOBS
+    }
+    absent = Job(tmp_path, first=1, fault="receive_cycle", options={"timeout": 1})
+    with ThreadPoolExecutor(len(jobs) + 1) as pool:
+        list(pool.map(Job.react, [absent, *jobs.values()]))
+    for (name, world), job in jobs.items():
+        unsaid = [x for x in expected(FAULTS[name], job=True) if not re.search(x, job.text)]
+        assert unsaid == [], f"{name}, {world}:\n{job.text}"
+    assert "rank 0 had not reached this launch" in absent.text and absent.exitcodes == [None, 1]
+    for (name, _), job in jobs.items():
+        assert (0 in job.exitcodes) == (name == "exit_while_nobody_needs_it"), (name, job.exitcodes)
+        assert None not in job.exitcodes

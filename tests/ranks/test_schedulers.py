@@ -1,19 +1,14 @@
-"""Ranks of srun and mpirun join a launch as those of torchrun do. A batch script is no rank.
+"""Which processes are ranks of srun and mpirun. (They join a launch: faults.py, hosts.py.)
 
 The variables are those of Slurm 26.05's man pages and of Open MPI's and MPICH's documentation.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 import parallel101 as p101
 from parallel101.laboratory.ranks.schedulers import torchrun_variables
-from parallel101.laboratory.ranks.script import free_port
 from parallel101.laboratory.ranks.torchrun import loopback_explained
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -68,54 +63,3 @@ def test_a_host_whose_name_is_loopback_is_explained():
         raise RuntimeError(f"Gloo connectFullMesh failed with {refused}")
     with pytest.raises(RuntimeError, match="no space"), loopback_explained():
         raise RuntimeError("no space")
-
-
-# The ranks of both jobs are forks of a process that has imported torch.
-JOBS = """
-import os, signal, sys, torch.distributed as dist, parallel101 as p101
-
-def raises():
-    1 / 0 if dist.get_rank() == 0 else dist.barrier()
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == 0 else dist.barrier()
-
-def rank_of(job):
-    run = p101.launch(lambda: [dist.get_rank(), os.environ["LOCAL_RANK"]])
-    print(run.results, file=sys.stderr, flush=True)
-    p101.launch(job)
-
-ends = {}
-for job, port in zip((raises, dies), sys.argv[2:]):
-    for rank in range(2):
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(os.open(f"{sys.argv[1]}/{job.__name__}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-            os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), MASTER_PORT=port)
-            rank_of(job)
-            sys.exit()
-        ends[pid] = f"{job.__name__}-{rank}"
-for _ in range(4):
-    pid, status = os.wait()
-    print(ends[pid], os.waitstatus_to_exitcode(status))
-"""
-
-
-def test_jobs_whose_rank_0_holds_the_store(tmp_path):
-    """All ranks hear that it raised, before the store ends with it. If it dies, they know that."""
-    step = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", JOBS, str(tmp_path), str(free_port()), str(free_port())],
-        env={**os.environ, **step},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    ends = ["dies-0 -9", "dies-1 1", "raises-0 1", "raises-1 1"]
-    assert sorted(done.stdout.splitlines()) == ends, (done.stderr, said)
-    assert all("[[0, '0'], [1, '1']]\n" in text for text in said.values())
-    for rank in range(2):
-        assert "RankFailed: rank 0 raised ZeroDivisionError" in said[f"raises-{rank}"]
-    assert "the connection to the job's store at localhost:" in said["dies-1"]
-    assert "rank 0's), or its machine" in said["dies-1"]

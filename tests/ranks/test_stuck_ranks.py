@@ -1,7 +1,7 @@
 """A rank that doesn't come is reported with its stack while the run goes on, on all starters.
 
-A FIFO blocks the rank, as a full disk or a dead worker's queue does. The test opens its other end
-when it has seen the report, and then the run must succeed.
+A FIFO blocks the rank, as a full disk or a dead worker's queue does, or SIGSTOP stops it. The test
+opens the other end, or continues it, when it has seen the report. Then the run must succeed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,45 +96,74 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
     assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
 
 
+STOPPED = "parallel101: a signal has stopped rank 1. To continue: kill -CONT "
+
+
+def stops(pids):
+    if (rank := dist.get_rank()) == 1:
+        Path(pids).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(2))
+    return rank
+
+
+def test_a_rank_that_a_signal_has_stopped_is_named(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    shown = Reactions((STOPPED, lambda: os.kill(int(pid.read_text()), signal.SIGCONT)))
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert p101.launch(stops, str(pid), world_size=3).results == [0, 1, 2]
+    line = f"ranks 0 and 2 wait in all_reduce for rank 1, at {line_of(stops, 'all_reduce')}"
+    assert f"{STOPPED}{pid.read_text()}\n  {line}" in shown.getvalue()
+
+
 # First rank 1 does not come to a collective. Later nobody waits in one, and rank 0 returns first.
 SCRIPT = """
-    import sys, torch, torch.distributed as dist
+    import os, signal, sys, torch, torch.distributed as dist
 
     dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
+    dist.barrier()
+    if (rank := dist.get_rank()) == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
         open("fifo").close()
     dist.all_reduce(torch.ones(2))
     sys.stderr.write("begun\\n")
-    open("fifo" if dist.get_rank() == 0 else "other fifo").close()
+    open(f"fifo {rank}").close()
 """
 
 
 def test_in_a_job(fifo, tmp_path):
     """The report and another one after SIGUSR1 to a rank, also as a file; after Ctrl-C, a line."""
-    os.mkfifo(tmp_path / "other fifo")
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"fifo {rank}")
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     job = Job(tmp_path, ["run", "--record", "kept", "--stuck-after", "0.3", "train.py"])
+    blocked = 'rank 1 is at train.py:8: open("fifo").close()'
     ask_rank_1 = lambda: job.signal(signal.SIGUSR1, 1)  # noqa: E731
     text = job.react(
-        (STUCK, ask_rank_1),
+        (STOPPED, lambda: job.signal(signal.SIGCONT, 1)),
+        (blocked, ask_rank_1),
         (ASKED, lambda: release(fifo)),
         ("begun", lambda: None),
         ("begun", ask_rank_1),
-        (ASKED, lambda: release(fifo)),
+        (ASKED, lambda: release(f"{fifo} 0")),
         ("rank 0 has returned", job.interrupt),
     )
     assert job.exitcodes[1] != 0
-    for head in (STUCK, ASKED):
-        told = report(text, head)
-        assert "rank 0 waits in all_reduce for rank 1, at train.py:7: dist.all_reduce" in told
-        assert 'rank 1 is at train.py:6: open("fifo").close()' in told
+    waits = "rank 0 waits in all_reduce for rank 1, at train.py:9: dist.all_reduce"
+    assert waits in report(text, STOPPED)
+    # a report that came before did not know where rank 1 was
+    for told in (
+        report(text[text.rindex(STUCK, 0, text.index(blocked)) :], STUCK),
+        report(text, ASKED),
+    ):
+        assert waits in told and blocked in told
     told = report(text[text.rindex(ASKED) :], ASKED)
     # on one line, if both had the same stack when they were asked
-    alone = [f"rank {rank} is at train.py:9: open(" for rank in (0, 1)]
-    assert "ranks 0 and 1 are at train.py:9: open(" in told or all(one in told for one in alone)
+    alone = [f"rank {rank} is at train.py:11: open(" for rank in (0, 1)]
+    assert "ranks 0 and 1 are at train.py:11: open(" in told or all(one in told for one in alone)
     told = report(text[text.rindex(STUCK) :], STUCK)
-    assert "rank 0 has returned" in told and "rank 1 is at train.py:9: open(" in told
-    assert re.search(r'KeyboardInterrupt|"train.py", line 9|interrupted at train.py:9', text)
+    assert "rank 0 has returned" in told and "rank 1 is at train.py:11: open(" in told
+    assert re.search(r'KeyboardInterrupt|"train.py", line 11|interrupted at train.py:11', text)
     kept = (tmp_path / "kept" / "reports.txt").read_text()
     assert kept.count(ASKED) == 2 and STUCK in kept
     files = ["rank-0.json.gz", "rank-1.json.gz", "reports.txt"]

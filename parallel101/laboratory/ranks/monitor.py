@@ -142,6 +142,7 @@ class Monitor:
                 raise self._root_cause()
             if (fault := self.watcher.look(now)) is not None:
                 raise self._root_cause() if isinstance(fault, MisuseError) else fault
+            self.watcher.report_stopped({r.rank: r.process.pid for r in self.ranks if not r.ended})
             if now >= deadline:
                 raise self.watcher.calls.error() or self._timed_out()
             self._listen(min(deadline, self.fail_at, self.watcher.next_look(now)) - now)

@@ -14,13 +14,16 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import psutil
 
 from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.stuck import SILENT, StuckDetector, rank_lines, stuck_text
 from parallel101.laboratory.record.calls import Call, CallChecker
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
+from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import WaitForGraph
 
 REPORTS = "reports.txt"
@@ -28,6 +31,7 @@ REPORTS = "reports.txt"
 WAIT_FOR_CAUSE = 0.05
 # seconds for other ranks' calls of a collective in which two differ, to tell which is the odd one
 WAIT_FOR_CALLS = 0.3
+LOOK_AT_PROCESSES_EVERY = 0.5  # seconds; a process counts as stopped at the second look
 
 
 class RunWatcher:
@@ -59,6 +63,11 @@ class RunWatcher:
         self.ask_stacks, self.write, self.folder = ask_stacks, write, folder
         self.misuse_due = math.inf  # when calls that differ are an error
         self.report_wanted = False
+        # ranks whose process was stopped at the last look, and at the last two
+        self.stopped: set[int] = set()
+        self.stopped_twice: set[int] = set()
+        self.reported_stopped: set[int] = set()
+        self.next_look_at_processes = 0.0
 
     def check(self, call: Call) -> None:
         """Compare a rank's call with those of the other ranks."""
@@ -90,6 +99,27 @@ class RunWatcher:
         """Return when to call `look`, if nothing changes before."""
         return min(self.misuse_due, self.graph.next_look, self.stuck.due(now, self.graph))
 
+    def report_stopped(self, pids: Mapping[int, int], own: int = -1) -> None:
+        """Report ranks that a signal such as SIGSTOP has stopped, while others wait. Call it often.
+
+        Args:
+            pids: by rank, the processes of this host.
+            own: of a job's ranks, which all call it: this one. The lowest one that runs reports.
+        """
+        if (now := time.monotonic()) >= self.next_look_at_processes:
+            self.next_look_at_processes = now + LOOK_AT_PROCESSES_EVERY
+            stopped = {rank for rank, pid in pids.items() if _is_stopped(pid)}
+            self.stopped_twice, self.stopped = stopped & self.stopped, stopped
+            self.reported_stopped &= stopped
+        new = sorted(self.stopped_twice - self.reported_stopped)
+        if not new or not any(status.blocked for status in self.graph.ranks):
+            return
+        self.reported_stopped |= self.stopped_twice
+        if own <= min(pids.keys() - self.stopped, default=own):
+            command = f"kill -CONT {' '.join(str(pids[rank]) for rank in new)}"
+            head = f"parallel101: a signal has stopped {ranks_text(new)}. To continue: {command}"
+            self.say("\n  ".join([head, *rank_lines(self.graph, {})]))
+
     def report(self, head: str) -> None:
         """Report what each rank waits for, or where it is, with its stack."""
         self.say("\n  ".join([head, *self._lines(self.ask_stacks())]))
@@ -113,6 +143,12 @@ class RunWatcher:
                 (self.folder / REPORTS).open("a", encoding="utf-8") as file,
             ):
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
 
 
 def write_on_stderr(text: str) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from parallel101.laboratory.ranks.program import (
     failure_of,
+    forked_children_exit,
     own_init_accepted,
     pack_failure,
     pack_result,
@@ -73,7 +74,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
                 function, args, kwargs = unpack_program(
                     body, [bytearray(buffer) for buffer in buffers]
                 )
-            with virtual_device(job.device) as gpu:
+            with virtual_device(job.device) as gpu, forked_children_exit():
                 value = function(*args, **kwargs)
             if gpu is not None:
                 gpus[rank] = gpu.count()

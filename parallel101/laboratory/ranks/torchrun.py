@@ -350,9 +350,12 @@ class JobWatcher(threading.Thread):
         """Announce that a rank of this host has ended early, or that C++ aborts this one.
 
         It does so half a GRACE later, because others may know more: rank 0 the calls that disagree,
-        and a rank whose connection has broken where that was.
+        and a rank whose connection has broken where that was. Ranks that are stopped are reported.
         """
         ended = self._ended_early()
+        if self.run_watcher.stopped:
+            self._newest_graph()
+        self.run_watcher.report_stopped(self.heartbeats.pids, self.recorder.rank)
         if not ended and not self.observer.uncaught.thrown.is_set():
             return
         now = time.monotonic()
