@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,28 +15,6 @@ def test_arguments_that_the_function_does_not_take():
         p101.launch(lambda x: x, world_size=2)
     assert "missing 1 required positional argument: 'x'" in str(raised.value)
     assert "Traceback" not in str(raised.value)
-
-
-CELL = """import time, parallel101 as p101
-def sleeps():
-    while 1: time.sleep(.1)
-def divides():
-    1 / 0
-try:
-    p101.launch(sleeps, world_size=1, timeout=0.5)
-except p101.LaunchTimeout as error:
-    print(error)
-p101.launch(divides, world_size=1)"""
-
-
-def test_a_notebook_shows_the_cells_own_frames_only_and_names_places_by_the_cells_number():
-    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    told = done.stdout + done.stderr
-    assert "rank 0 is at cell [1], line 3: while 1: time.sleep(.1)" in told
-    assert "---> 10 p101.launch(divides, world_size=1)" in told
-    assert "RankFailed: rank 0 raised ZeroDivisionError" in told
-    assert "launch.py" not in told
 
 
 @pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])

@@ -29,13 +29,19 @@ def can_collapse() -> bool:
     return (int(major), int(minor)) >= (6, 1)
 
 
-def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
+def test_a_lost_fork_server_is_replaced_and_imports_slow_modules_for_the_next_ranks(
+    monkeypatch, tmp_path
+):
     def program(*names):
         had = [name in sys.modules for name in names]
         return had, [importlib.import_module(name) is None for name in names]
 
+    p101.launch(int, world_size=1)
+    processes._server.process.kill()
+    processes._server.process.wait()
+    # an entry that is no string, as Python ignores it
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     names = "parallel101.cost.hardware", "torch.distributed.tensor", "tabnanny"
-    stop_server()
     runs = [p101.launch(program, *names, world_size=1).results[0][0] for _ in range(2)]
     assert runs == [[False, False, False], [True, True, False]], (
         "a module of the program's own may change between launches"
@@ -44,7 +50,6 @@ def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
 
 def test_a_list_of_modules_may_be_long():
     """A rank that draws or plans imports 200 of this package's: 6 KB of names."""
-    stop_server()
     processes.preload([*(f"not_installed_{i:04}" for i in range(1000)), "tabnanny"])
     assert p101.launch(lambda: "tabnanny" in sys.modules, world_size=2).results == [True, True]
 
@@ -89,26 +94,22 @@ def test_a_rank_can_be_killed_as_soon_as_it_is_started():
         rank.close()
 
 
-def test_an_entry_of_sys_path_that_is_no_string(monkeypatch, tmp_path):
-    stop_server()
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    assert p101.launch(lambda: 1, world_size=2).results == [1, 1]
-
-
 def test_a_fork_that_the_system_refuses(monkeypatch):
-    refuse = """import errno, os
-def refused(): raise BlockingIOError(errno.EAGAIN, 'no')
+    refuse_once = """import errno, os
+fork = os.fork
+def refused():
+    os.fork = fork
+    raise BlockingIOError(errno.EAGAIN, 'no')
 os.fork = refused
 """
+    p101.launch(int, world_size=1)
     before = len(os.listdir("/dev/fd"))
     stop_server()
     with monkeypatch.context() as patched:
         whole = processes._python_code
-        patched.setattr(processes, "_python_code", lambda code: whole(refuse + code))
+        patched.setattr(processes, "_python_code", lambda code: whole(refuse_once + code))
         told = "no more processes for this user: 2 ranks were asked for"
         with pytest.raises(BlockingIOError, match=told):
             p101.launch(int, world_size=2)
-    stop_server()
     assert p101.launch(int, world_size=2).results == [0, 0]
-    stop_server()
     assert len(os.listdir("/dev/fd")) <= before

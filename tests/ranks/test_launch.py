@@ -281,18 +281,20 @@ def test_functions_imported_by_name_are_the_launchs_own(backend, tmp_path, monke
     del sys.modules["spelled_by_name"]
 
 
-def test_spawned_ranks_do_the_same(monkeypatch):
+def test_spawned_ranks_do_the_same(monkeypatch, capsys):
     monkeypatch.setenv("PARALLEL101_START", "spawn")
 
     def program():
         x = torch.tensor([dist.get_rank() + 1.0])
         dist.all_reduce(x)
-        return x.item()
+        print(x.item(), flush=True)
+        dist.barrier()
+        return os._exit(7) if dist.get_rank() == 1 else x
 
-    assert p101.launch(program, world_size=2).results == [3.0, 3.0]
     with pytest.raises(p101.RankFailed) as failure:
-        p101.launch(lambda: os._exit(7), world_size=1)
-    assert (failure.value.rank, failure.value.exitcode) == (0, 7)
+        p101.launch(program, world_size=2)
+    assert (failure.value.rank, failure.value.exitcode) == (1, 7)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] 3.0", "[rank 1] 3.0"]
 
 
 def test_tensors_reach_the_ranks_whatever_their_default_device_is():

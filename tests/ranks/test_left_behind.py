@@ -53,6 +53,7 @@ def state():
 def test_nothing_is_left(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    gc.freeze()  # so that collecting garbage takes no half second each time
     p101.launch(lambda: None, world_size=2, backend=backend)
     before = state()
     for ending in ENDINGS if backend == "gloo" else ("exception", "deadlock"):
@@ -61,6 +62,7 @@ def test_nothing_is_left(backend, tmp_path, monkeypatch):
         assert state() == before, ending
     again = p101.launch(lambda: dist.get_rank(), world_size=2, backend=backend)
     assert again.results == [0, 1]
+    gc.unfreeze()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -106,22 +108,19 @@ def test_loaders_with_workers_run_in_a_rank():
 
 
 SCRIPT = """
-    import os, sys, time, torch, torch.distributed as dist, parallel101 as p101
+    import os, sys, time, traceback, parallel101 as p101
+
     def program():
         print("at work", os.getpid(), flush=True)
         while True:
             time.sleep(0.05)
-    p101.launch(program, world_size=2)
+
+    for _ in range(2):
+        try:
+            p101.launch(program, world_size=2)
+        except KeyboardInterrupt:
+            traceback.print_exc()
 """
-
-
-def _started(tmp_path, body=SCRIPT):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(body))
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, str(script)], **streams, start_new_session=True)
-    lines = [process.stdout.readline() for _ in range(2)]
-    return process, [int(line.split()[-1]) for line in lines]
 
 
 def _gone(pids, within=5.0):
@@ -134,29 +133,54 @@ def _gone(pids, within=5.0):
     return not any(map(alive, pids))
 
 
+CELL = """import time, parallel101 as p101
+def sleeps():
+    while 1: time.sleep(.1)
+def divides():
+    1 / 0
+try:
+    p101.launch(sleeps, world_size=1, timeout=0.5)
+except p101.LaunchTimeout as error:
+    assert "rank 0 is at cell [2], line 3: while 1: time.sleep(.1)" in str(error), error
+p101.launch(divides, world_size=1)"""
+
+
 @pytest.mark.skipif(processes.start_method() != "fork server", reason="ranks are spawned here")
-def test_a_notebook_starts_the_fork_server_with_the_import_and_a_script_does_not():
+def test_a_notebook_starts_the_fork_server_with_the_import_and_names_its_cells():
     program = """import parallel101, psutil, sys
 assert len(psutil.Process().children()) == {} and 'torch' not in sys.modules"""
     subprocess.run([sys.executable, "-c", program.format(0)], check=True)
     with Kernel() as kernel:
         kernel.seconds(program.format(1))  # raises if an assert fails there
         servers = psutil.Process(kernel.manager.provisioner.pid).children()
-        kernel.seconds("assert parallel101.launch(int, world_size=2).results == [0, 0]")
+        with pytest.raises(RuntimeError) as failed:
+            kernel.seconds(CELL)
         assert psutil.Process(kernel.manager.provisioner.pid).children() == servers, (
-            "the launch has used it"
+            "the launches have used it"
         )
     assert _gone([server.pid for server in servers], within=30)
+    told = re.sub(r"\x1b\[[0-9;]*m", "", str(failed.value))  # without colours
+    assert "---> 10 p101.launch(divides, world_size=1)" in told
+    assert "RankFailed: rank 0 raised ZeroDivisionError" in told
+    assert "launch.py" not in told, "the cell's own frames only"
 
 
-def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
-    process, pids = _started(tmp_path)
-    family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+def test_ranks_end_after_an_interrupt_and_when_the_launching_process_is_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(script)], **streams, start_new_session=True)
+    at_work = lambda: [int(process.stdout.readline().split()[-1]) for _ in range(2)]  # noqa: E731
+    interrupted = at_work()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    killed = at_work()
+    assert _gone(interrupted)
+    family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+    process.kill()
     err = process.communicate(timeout=60)[1]
-    assert "KeyboardInterrupt" in err
+    assert err.count("KeyboardInterrupt") == 1
     assert re.search("interrupted: what the ranks did\n  ranks? 0( and 1)? (is|are) at", err)
-    assert _gone(pids + family)
+    assert _gone(killed + family)
 
 
 def test_an_interrupt_between_request_and_answer_does_not_confuse_the_next_launch(monkeypatch):
@@ -204,22 +228,4 @@ def test_an_interrupt_while_a_result_is_read_is_an_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         p101.launch(lambda: torch.zeros(10_000), world_size=2)
     monkeypatch.undo()
-    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
-
-
-def test_ranks_end_when_the_launching_process_is_killed(tmp_path):
-    process, pids = _started(tmp_path)
-    family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
-    process.kill()
-    process.communicate(timeout=60)
-    assert _gone(pids + family)
-
-
-def test_a_lost_fork_server_is_replaced():
-    p101.launch(lambda: None, world_size=1)
-    server = processes._server.process
-    if server is None:
-        pytest.skip("this machine starts ranks by spawn")
-    server.kill()
-    server.wait()
     assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
