@@ -153,21 +153,20 @@ def gradient_seconds(of: RankWork, forward: float, backward: float) -> GradientS
     if ranks == 1:
         return GradientSeconds()
     count = messages_of(of)
-    # fewer ranks share experts
-    experts = of.layers * expert_parameters(of.shape, layout.ep) if layout.ep > 1 else 0.0
-    groups = (
-        (1 - experts / parameters, ranks, layout.tp),
-        (experts / parameters, ranks // layout.ep, layout.strides["cp" if layout.cp > 1 else "dp"]),
-    )
+    groups = [(1.0, ranks, layout.tp)]
+    if layout.ep > 1:  # fewer ranks share experts
+        experts = of.layers * expert_parameters(of.shape, layout.ep) / parameters
+        stride = layout.strides["cp" if layout.cp > 1 else "dp"]
+        groups = [(1 - experts, ranks, layout.tp), (experts, ranks // layout.ep, stride)]
 
     def seconds(size: int, part: float = 1.0, messages: int = count) -> float:
         """Return the seconds of a reduce-scatter or all-gather of a part of the parameters."""
-        nbytes = part * parameters * size / max(1, messages)
-        how = software.collectives
-        return messages * sum(
+        nbytes, how = part * parameters * size / max(1, messages), software.collectives
+        of_groups = [
             all_gather_seconds(of.cluster, share * nbytes, among, stride, algorithm=how)
             for share, among, stride in groups
-        )
+        ]
+        return messages * sum(of_groups)
 
     # backward's own messages along cp and ep go first
     overlap = layout.overlap and software.dp_overlap and layout.cp == layout.ep == 1

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.bench import attention_speed, pictures
+from parallel101.laboratory.bench import attention_speed, main, pictures
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport, median_and_interval
+from parallel101.laboratory.bench.collective_speed import BUS, _input, torchs
 from parallel101.laboratory.bench.comparison import Benchmark, ratio, take_turns
 from parallel101.laboratory.bench.timed_training import (
     SIDES,
@@ -112,6 +113,17 @@ def test_a_comparison_measures_every_side_in_every_round_and_divides_by_its_peer
     assert ratio(rounds, "a", "b") == ("**1.000**", "0.500 … 3.000")
 
 
+def torchs_collectives() -> None:
+    for operation in BUS:
+        torchs(operation, _input(operation, 1200))
+
+
+def test_torchs_side_of_each_collective_has_the_whole_array() -> None:
+    events = p101.launch(torchs_collectives, world_size=3, backend="sim").trace.events
+    of_root = sorted((event.kind, event.nbytes) for event in events if event.rank == 0)
+    assert of_root == sorted((name, 1200) for name in BUS)
+
+
 def test_the_interval_of_a_median_holds_the_true_one_in_95_of_100_cases() -> None:
     draws, held = random.Random(0), 0
     for _ in range(1000):
@@ -119,3 +131,10 @@ def test_the_interval_of_a_median_holds_the_true_one_in_95_of_100_cases() -> Non
         low, high = map(float, interval.split(" … "))
         held += low <= math.log(2) <= high
     assert 930 < held < 970
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(capsys):
+    for options in (["--write"], ["published", "--picture"]):
+        with pytest.raises(SystemExit):
+            main([*options, "no/such/results.svg", "launch"])
+        assert "no/such does not exist" in capsys.readouterr().err

@@ -350,6 +350,7 @@ def optimizers(layouts):
     return {
         name: (classifier, fit(optimizer), of)
         for (name, optimizer), of in zip(OPTIMIZERS.items(), layouts)
+        if of
     }
 
 
@@ -385,10 +386,10 @@ def on_a_mesh():
     zero = [{f"zero_stage={stage}": {"mesh": mesh, "zero_stage": stage}} for stage in range(4)]
     return against_one_process(
         {
-            "regularizers": (regularized, fit(more=validated), zero[3]),
+            "regularizers": (regularized, fit(more=validated), zero[0]),
             "masks": (masked, fit_sequences, zero[1]),
             "an optimizer goes on": (trained, go_on, zero[3]),
-            **optimizers([{}, zero[3], zero[0], zero[1], zero[2]]),
+            **optimizers([{}, {}, zero[3], zero[2]]),
         }
     )
 

@@ -298,14 +298,16 @@ def test_layers_are_shared_evenly_and_the_embedding_and_the_head_may_count_as_on
 def test_the_command_plans_and_writes_its_files(capsys, tmp_path):
     model, picture, found = (tmp_path / name for name in ("m.json", "plan.svg", "plan.json"))
     model.write_text('{"width": 256, "layers": 4, "heads": 4, "vocabulary": 512, "time": 64}')
-    arguments = ["--gpus", "4", "--batch-tokens", "1Ki", "--layout", "tp=2,recompute=full"]
+    arguments = ["--gpus", "4", "--batch-tokens", "1Ki"]
+    arguments += ["--layout", "tp=2,recompute=full,sequence_parallel=True"]
     arguments += ["--memory", "16GB", "--simulate", "1", "--top", "2", "--json", str(found)]
     assert cli.main(["plan", "--model", str(model), *arguments, "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "4 H100s in a node, 16 GB each; 16 samples or 1,024 tokens a step" in text
     plan = json.loads(found.read_text())
     first, second = plan["layouts"]
-    assert plan["fixed"] == {"tp": 2, "recompute": "full"} and second["simulated"] is None
+    assert plan["fixed"] == {"tp": 2, "recompute": "full", "sequence_parallel": True}
+    assert second["simulated"] is None and "m: 3,305,984 parameters" in text
     assert (
         first["simulated"]["seconds"] > 0 and f"({first['simulated']['difference']:+.1%})" in text
     )

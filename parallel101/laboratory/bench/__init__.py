@@ -26,9 +26,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
+from parallel101.laboratory.planner.plan_command import file_to_write
 
 # name of a section → its comparisons, or the function that measures it; imported when it runs,
 # because some need NumPy
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--write",
-        type=Path,
+        type=file_to_write(),
         metavar="FILE",
         help="also write the results to FILE, as Markdown (as in BENCHMARKS.md)",
     )

@@ -16,6 +16,7 @@ from statistics import mean
 from typing import Any
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
+from parallel101.laboratory.planner.plan_command import file_to_write
 from parallel101.laboratory.planner.published import PublishedError, published_errors, summary
 
 MOST_ROWS = 40
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("table", type=Path, metavar="FILE.csv", nargs="+")
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=file_to_write(".svg", ".png", ".pdf"),
         default=Path("published.svg"),
         metavar="FILE",
         help="predicted against measured, as SVG or PNG (default: published.svg)",

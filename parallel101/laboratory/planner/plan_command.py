@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", dest="every", action="store_true", help=words)
     words = "how many of them are then run on virtual GPUs"
     add("simulate", "N", words, type=count, default=3)
-    add("json", "FILE", "write everything to this file", type=Path)
-    add("picture", "FILE", "write a picture: .svg, .html, or with Chromium .png", type=Path)
+    add("json", "FILE", "write everything to this file", type=file_to_write())
+    words = "write a picture: .svg, .html, or with Chromium .png"
+    add("picture", "FILE", words, type=file_to_write(".svg", ".html", ".png"))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -79,13 +81,6 @@ def main(args: argparse.Namespace) -> int:
     from parallel101.laboratory.planner.search import NoLayoutError
     from parallel101.laboratory.planner.training_plan import plan
 
-    for option in ("json", "picture"):
-        if (path := getattr(args, option)) and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{option} {path}: the folder {path.parent} does not exist")
-    if args.picture and args.picture.suffix not in (".svg", ".html", ".png"):
-        raise ValueError(
-            f"--picture {args.picture}: expected a name that ends in .svg, .html or .png"
-        )
     try:
         options = {name: getattr(args, name) for name in PLAN_OPTIONS}
         found = plan(args.model, simulate=0, **options)
@@ -104,6 +99,25 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def file_to_write(*kinds: str) -> Callable[[str], Path]:
+    """Return the argparse type of a file that is written at the end, of one of these kinds.
+
+    It is wrong at once if its folder does not exist, and not after all the work.
+    """
+
+    def path_of(text: str) -> Path:
+        path = Path(text)
+        if not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text}: the folder {path.parent} does not exist")
+        if kinds and path.suffix not in kinds:
+            raise argparse.ArgumentTypeError(
+                f"{text}: expected a name that ends in {' or '.join(kinds)}"
+            )
+        return path
+
+    return path_of
+
+
 def parse_layout(text: str) -> dict[str, Any]:
     """Return "tp=8,recompute=full" as {"tp": 8, "recompute": "full"}. Keys are checked later."""
     found: dict[str, Any] = {}
@@ -114,7 +128,7 @@ def parse_layout(text: str) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(
                 f"{part!r} is {why}; expected e.g. tp=8,pp=4,recompute=full"
             )
-        words = {"true": True, "false": False, "none": "none", "None": None}
+        words = {"true": True, "True": True, "false": False, "False": False, "None": None}
         found[key] = int(value) if value.isdecimal() else words.get(value, value)
     return found
 

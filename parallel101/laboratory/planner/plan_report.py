@@ -95,13 +95,14 @@ def simulated_text(plan: RankedLayouts) -> str:
 def heading(plan: RankedLayouts) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
-    tokens = plan.batch * shape.time
+    tokens, count = plan.batch * shape.time, shape.parameters
     nodes = cluster.gpus / cluster.nodes_of
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
     where += f" in {nodes:,.0f} nodes of {cluster.nodes_of}" if nodes > 1 else " in a node"
     return (
-        f"{model_words(plan)}: {shape.parameters / 1e9:,.1f} billion parameters, {shape.layers} "
-        f"layers of width {shape.width:,}, samples of {shape.time:,} tokens\n"
+        f"{model_words(plan)}: {f'{count / 1e9:,.1f} billion' if count >= 1e8 else f'{count:,}'} "
+        f"parameters, {shape.layers} layers of width {shape.width:,}, samples of {shape.time:,} "
+        "tokens\n"
         f"{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
         f"sample{'s' * (plan.batch > 1)} or {tokens:,} tokens a step; {plan.best.layout.precision}"
     )
