@@ -83,6 +83,8 @@ def all_reduce_async(
 ) -> AsyncCollective:
     """Begin an `all_reduce`, which has two steps. Each rank sends 2n(p−1)/p bytes, where x has n.
 
+    The result has no gradient.
+
     Args:
         x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
             it before the result is complete.
@@ -115,7 +117,7 @@ def reduce_scatter_async(
 ) -> AsyncCollective:
     """Begin a `reduce_scatter` along dim 0, which has one step.
 
-    Each rank sends n(p−1)/p bytes, where x has n.
+    Each rank sends n(p−1)/p bytes, where x has n. The result has no gradient.
 
     Args:
         x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
@@ -148,7 +150,7 @@ def all_gather_async(
 ) -> AsyncCollective:
     """Begin an `all_gather` along dim 0, which has one step.
 
-    Each rank sends n(p−1)/p bytes, where the result has n.
+    Each rank sends n(p−1)/p bytes, where the result has n. The result has no gradient.
 
     Args:
         x: this rank's shard, contiguous. It is copied into the result at once, unless it is already

@@ -55,7 +55,7 @@ class AlongAxes(nn.Module):
     def __init__(self, mesh: DeviceMesh, axes: AxesLike, *, shape: Sequence[int] | None = None):
         super().__init__()
         self.mesh = mesh_axes(mesh, axes)
-        self.shape = whole_shape(shape, self.mesh.shape)
+        self.shape = None if shape is None else whole_shape(shape, self.mesh.shape)
 
     def extra_repr(self) -> str:
         return str(self.mesh)

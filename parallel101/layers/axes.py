@@ -105,14 +105,11 @@ def block_shape(
     )
 
 
-def whole_shape(shape: Sequence[int] | None, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
+def whole_shape(shape: Sequence[int], mesh_shape: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the argument `shape=` of a layer as a tuple. Raises TypeError or ValueError."""
-    if shape is None:
-        return None
     if not isinstance(shape, Sequence) or not all(type(n) is int and n >= 0 for n in shape):
         raise TypeError(
-            f"shape={shape!r}: expected the shape of the whole tensor, such as (6, 14, 12), or "
-            "None for equal blocks"
+            f"shape={shape!r}: expected the shape of the whole tensor, such as (6, 14, 12)"
         )
     check_dims(shape, mesh_shape, "shape")
     return tuple(shape)

@@ -67,15 +67,13 @@ class BatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.mesh = mesh_axes(mesh, [axis for axis in range(mesh.ndim) if axis != 1])
+        axes = range(len(mesh_axes(mesh).shape))
+        self.mesh = mesh_axes(mesh, [axis for axis in axes if axis != 1])
         self.sum = AllSumReduce(mesh, self.mesh.axes)
         self.eps, self.momentum = eps, momentum
-        if self.mesh.coordinate is None:
-            self.channels = 0
-        elif mesh.ndim == 1:
-            self.channels = num_features
-        else:
-            self.channels = split_sizes(num_features, self.mesh.shape[1])[self.mesh.coordinate[1]]
+        channels = split_sizes(num_features, *self.mesh.shape[1:2] or (1,))
+        at = self.mesh.coordinate
+        self.channels = 0 if at is None else channels[at[1] if len(at) > 1 else 0]
         ones = torch.ones(self.channels, device=device, dtype=dtype)
         self.weight = nn.Parameter(ones.clone()) if affine else None
         self.bias = nn.Parameter(torch.zeros_like(ones)) if affine else None

@@ -76,7 +76,7 @@ class HaloExchange(nn.Module):
     ):
         super().__init__()
         self.mesh = mesh_axes(mesh)
-        self.shape = whole_shape(shape, self.mesh.shape) or ()
+        self.shape = whole_shape(shape, self.mesh.shape)
         self.fill = fill
         # the halos along each dim
         self.lines = lines_of_halos(
@@ -198,7 +198,10 @@ def halos(
     Returns one Halo per position. Raises ValueError for sizes that make no sense, and for a kernel
     larger than the padded input.
     """
-    before, after = padding if isinstance(padding, tuple) else (padding, padding)
+    pair = padding if isinstance(padding, Sequence) else (padding, padding)
+    if len(pair) != 2:
+        raise ValueError(f"padding={padding!r}: expected an int, or a pair, before and after")
+    before, after = pair
     for name, value, least in (
         ("kernel_size", kernel_size, 1),
         ("stride", stride, 1),

@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 from parallel101.autograd.replicated import copy_to_group
 from parallel101.collectives import broadcast
+from parallel101.layers.axes import whole_shape
 from parallel101.layers.halo import HaloExchange
 
 SLIDING = {  # how many dims the kernel slides over
@@ -64,9 +65,10 @@ class SpatialParallel(nn.Module):
                 f"module is a {kind}: expected a convolution or pooling, "
                 f"{', '.join(sliding.__name__ for sliding in SLIDING)}"
             )
+        shape = whole_shape(shape)
         if len(shape) != dims + 2:
             raise ValueError(
-                f"shape={tuple(shape)}: expected {dims + 2} dims for a {kind}, samples and "
+                f"shape={shape}: expected {dims + 2} dims for a {kind}, samples and "
                 "channels first"
             )
         self.window = window_of(module, dims)
@@ -86,7 +88,7 @@ class SpatialParallel(nn.Module):
                 )
             if shape[1] != local.in_channels:
                 raise ValueError(
-                    f"shape={tuple(shape)} has {shape[1]} channels, but the {kind} expects "
+                    f"shape={shape} has {shape[1]} channels, but the {kind} expects "
                     f"{local.in_channels}"
                 )
             self.output_shape = (self.output_shape[0], local.out_channels, *self.output_shape[2:])

@@ -65,7 +65,9 @@ class Repartition(nn.Module):
     ):
         super().__init__()
         self.source, self.target = partition_of(source), partition_of(target)
-        self.shape = whole_shape(whole_shape(shape, source.shape), target.shape)
+        if shape is not None:
+            shape = whole_shape(whole_shape(shape, source.shape), target.shape)
+        self.shape = shape
         strangers = sorted(set(self.target.ranks) - set(self.source.ranks))
         if shape is None and strangers:
             raise ValueError(

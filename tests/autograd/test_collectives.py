@@ -15,7 +15,7 @@ import parallel101 as p101
 from parallel101 import autograd, collectives
 from parallel101.autograd import point_to_point, replicated
 from parallel101.mesh import group_of, split_sizes
-from tests.collectives.cases import on_backends
+from tests.collectives.cases import launched, on_backends
 
 LINEAR = [
     ("broadcast", {"src": 1}),
@@ -48,12 +48,6 @@ def inner_products(function, x, *args, **kwargs):
     y = random(result.shape, 7)
     (result * y).sum().backward()
     return (result * y).sum().item(), (x * x.grad).sum().item()
-
-
-def launched(fn, world_size, backend):
-    """On the virtual clock under NCCL's rules, which are stricter than gloo's."""
-    rules = "nccl" if backend == "sim" else "gloo"
-    return p101.launch(fn, world_size=world_size, backend=backend, rules=rules).results
 
 
 def unequal(products, within=1e-12):
@@ -169,7 +163,7 @@ def adjoints_of_uneven_shards_and_groups():
 
 @on_backends(gloo=[3], sim=[1, 4])
 def test_adjoints_of_uneven_shards_idle_ranks_and_groups_in_another_order(backend, world_size):
-    assert launched(adjoints_of_uneven_shards_and_groups, world_size, backend) == [{}] * world_size
+    assert launched(adjoints_of_uneven_shards_and_groups, backend, world_size) == [{}] * world_size
 
 
 def objective_of_all_ranks(weights):
@@ -310,7 +304,7 @@ def replicated_gradients():
 
 @on_backends(gloo=[2], sim=[3])
 def test_the_replicated_pair_counts_a_loss_once(backend, world_size):
-    assert launched(replicated_gradients, world_size, backend) == [[True] * 3] * world_size
+    assert launched(replicated_gradients, backend, world_size) == [[True] * 3] * world_size
 
 
 def both_conventions():
@@ -352,7 +346,7 @@ def there_and_back():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_send_and_receive_are_each_others_adjoint(backend):
-    results = launched(there_and_back, 3, backend)
+    results = launched(there_and_back, backend, 3)
     assert results[0][0] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
     assert results[1][0] is None
     assert results[2][0] == [[0.0, 0.0]] * 3

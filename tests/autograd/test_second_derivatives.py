@@ -12,8 +12,8 @@ import parallel101 as p101
 from parallel101 import autograd
 from parallel101.autograd import point_to_point, replicated
 from parallel101.mesh import group_of
-from tests.autograd.test_collectives import LINEAR, launched, named
-from tests.collectives.cases import answer, on_backends, transposed
+from tests.autograd.test_collectives import LINEAR, named
+from tests.collectives.cases import answer, launched, on_backends, transposed
 
 ORDERS = 3
 
@@ -71,7 +71,7 @@ def derivatives_that_differ():
 
 @on_backends(gloo=[2], sim=[1, 3])
 def test_gradients_of_gradients_are_those_of_one_process(backend, world_size):
-    assert launched(derivatives_that_differ, world_size, backend) == [[]] * world_size
+    assert launched(derivatives_that_differ, backend, world_size) == [[]] * world_size
 
 
 def only_the_root_goes_on(operation):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import parallel101 as p101
 from parallel101.mesh import split_sizes
 
 ROOTED = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
@@ -26,6 +27,14 @@ def on_backends(**world_sizes: Sequence[int]) -> Any:
     nccl = [pytest.param("nccl", p, marks=pytest.mark.nccl(p)) for p in (1, 2, 4)]
     ours = [(backend, p) for backend, sizes in world_sizes.items() for p in sizes]
     return pytest.mark.parametrize(("backend", "world_size"), [*ours, *nccl])
+
+
+def launched(function: Callable[..., Any], backend: str, world_size: int) -> list[Any]:
+    """The results of all ranks. On sim they run under NCCL's rules, stricter than gloo's: messages
+    in batches, each of which starts when the one before has ended (see sim/queues.py).
+    """
+    rules = "nccl" if backend == "sim" else "gloo"
+    return p101.launch(function, world_size=world_size, backend=backend, rules=rules).results
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -95,12 +104,16 @@ def answer(
     raise ValueError(operation)
 
 
-def transposed(xs: Sequence[Tensor], position: int, split_dim: int, concat_dim: int) -> Tensor:
-    """The result of an all-to-all with balanced blocks, computed by one process."""
-    return torch.cat(
-        [x.split(split_sizes(x.shape[split_dim], len(xs)), split_dim)[position] for x in xs],
-        concat_dim,
-    )
+def transposed(
+    xs: Sequence[Tensor],
+    position: int,
+    split_dim: int,
+    concat_dim: int,
+    sizes: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """The result of an all-to-all, computed by one process. `sizes`: each rank's blocks."""
+    blocks = sizes or [split_sizes(x.shape[split_dim], len(xs)) for x in xs]
+    return torch.cat([x.split(cut, split_dim)[position] for x, cut in zip(xs, blocks)], concat_dim)
 
 
 def arguments(operation: str, *, root: int = 0, dim: int = 0, op: str = "sum") -> dict[str, Any]:

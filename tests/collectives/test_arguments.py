@@ -5,9 +5,11 @@ A group is anything that names ranks in order.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
@@ -36,152 +38,90 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch calls complex32 experimental
     HALF = torch.zeros(4, dtype=torch.complex32)
 WRONG = [  # call, error, what its message must contain
+    ('all_gather(X, algorithm="rign")', ValueError, "'rign'.*'auto', 'direct', 'ring'"),
+    ('all_reduce(X, algorithm="no such algorithm")', ValueError, "all_reduce has 'auto'.*'torus'"),
+    ('barrier(algorithm="tree")', ValueError, "'dissemination'"),
     (
-        lambda c, g: c.all_gather(X, algorithm="rign", group=g),
-        ValueError,
-        "'rign'.*'auto', 'direct', 'ring'",
-    ),
-    (
-        lambda c, g: c.all_reduce(X, algorithm="no such algorithm", group=g),
-        ValueError,
-        "all_reduce has 'auto'.*'torus'",
-    ),
-    (lambda c, g: c.barrier(algorithm="tree", group=g), ValueError, "'dissemination'"),
-    (
-        lambda c, g: c.all_reduce(X, "avg", group=g),
+        'all_reduce(X, "avg")',
         ValueError,
         "op='avg' is unknown.*'sum', 'mean', 'product', 'max', 'min'",
     ),
-    (lambda c, g: c.reduce(X, op=torch.sum, group=g), ValueError, "expected one of 'sum'"),
-    (lambda c, g: c.all_reduce(X.long(), "mean", group=g), TypeError, "mean.*int64"),
+    ("reduce(X, op=torch.sum)", ValueError, "expected one of 'sum'"),
+    ('all_reduce(X.long(), "mean")', TypeError, "mean.*int64"),
+    ("reduce_scatter(X.bool())", TypeError, "'sum' has no meaning for bool.*'max'"),
+    ('all_reduce(X.cfloat(), "max")', TypeError, "'max' has no meaning for torch.complex64"),
+    ('all_reduce(HALF, "mean")', TypeError, "'mean' has no meaning for torch.complex32"),
+    ("all_gather(X, 2)", ValueError, r"dim=2.*shape \(4, 6\).*expected a dim from -2 to 1"),
+    ("all_gather(X[0, 0])", ValueError, "0-dim.*reshape"),
+    ('scatter(X, dim="rows")', TypeError, "dim='rows'"),
+    ("all_gather(X, dim=True)", TypeError, "dim=True"),
+    ("all_to_all(X, 0, -3)", ValueError, "concat_dim=-3"),
+    ("broadcast(X, 3)", ValueError, "src=3.*0 to 2"),
+    ('all_reduce(X, algorithm="chain")', ValueError, "'chain' is unknown"),
     (
-        lambda c, g: c.reduce_scatter(X.bool(), group=g),
-        TypeError,
-        "'sum' has no meaning for bool.*'max'",
-    ),
-    (
-        lambda c, g: c.all_reduce(X.cfloat(), "max", group=g),
-        TypeError,
-        "'max' has no meaning for torch.complex64",
-    ),
-    (
-        lambda c, g: c.all_reduce(HALF, "mean", group=g),
-        TypeError,
-        "'mean' has no meaning for torch.complex32",
-    ),
-    (
-        lambda c, g: c.all_gather(X, 2, group=g),
-        ValueError,
-        r"dim=2.*shape \(4, 6\).*expected a dim from -2 to 1",
-    ),
-    (lambda c, g: c.all_gather(X[0, 0], group=g), ValueError, "0-dim.*reshape"),
-    (lambda c, g: c.scatter(X, dim="rows", group=g), TypeError, "dim='rows'"),
-    (lambda c, g: c.all_gather(X, dim=True, group=g), TypeError, "dim=True"),
-    (lambda c, g: c.all_to_all(X, 0, -3, group=g), ValueError, "concat_dim=-3"),
-    (lambda c, g: c.broadcast(X, 3, group=g), ValueError, "src=3.*0 to 2"),
-    (lambda c, g: c.all_reduce(X, algorithm="chain", group=g), ValueError, "'chain' is unknown"),
-    (
-        lambda c, g: c.broadcast(X, group=g, algorithm="binomial", segment_bytes=4),
+        'broadcast(X, algorithm="binomial", segment_bytes=4)',
         ValueError,
         "segment_bytes=4 with algorithm='binomial': only algorithm='pipelined_chain'",
     ),
-    (lambda c, g: c.reduce(X, group=g, segment_bytes=4), ValueError, "algorithm='auto': only"),
+    ("reduce(X, segment_bytes=4)", ValueError, "algorithm='auto': only"),
     (
-        lambda c, g: c.reduce(X, group=g, algorithm="pipelined_chain", segment_bytes=3),
+        'reduce(X, algorithm="pipelined_chain", segment_bytes=3)',
         ValueError,
         "segment_bytes=3: expected at least one element of x, 4 bytes",
     ),
     (
-        lambda c, g: c.broadcast(X, group=g, algorithm="pipelined_chain", segment_bytes=4.0),
+        'broadcast(X, algorithm="pipelined_chain", segment_bytes=4.0)',
         TypeError,
         "segment_bytes=4.0: expected an int",
     ),
-    (lambda c, g: c.gather(X, -1, group=g), ValueError, "dst=-1"),
-    (lambda c, g: c.reduce(X, "sum", group=g), TypeError, "dst='sum'"),
+    ("gather(X, -1)", ValueError, "dst=-1"),
+    ('reduce(X, "sum")', TypeError, "dst='sum'"),
+    ("scatter(X, sizes=[1, 1, 1])", ValueError, r"sum to 3, but x has 4 along dim 0"),
+    ("reduce_scatter(X, sizes=[2, 2])", ValueError, "2 sizes.*each of the group's 3"),
+    ("gather(X, sizes=[4, 4, -4])", TypeError, "one for each rank, all 0 or more"),
+    ("all_gather(X, sizes=[7, 7, 7])", ValueError, r"sizes=\[7, 7, 7\].*shape \(4, 6\)"),
+    ("all_gather(X, sizes=4)", TypeError, "sizes=4: expected a list"),
+    ("gather(X[:1], sizes=[True] * 3)", TypeError, "expected a list of sizes"),
     (
-        lambda c, g: c.scatter(X, sizes=[1, 1, 1], group=g),
-        ValueError,
-        r"sum to 3, but x has 4 along dim 0",
-    ),
-    (
-        lambda c, g: c.reduce_scatter(X, sizes=[2, 2], group=g),
-        ValueError,
-        "2 sizes.*each of the group's 3",
-    ),
-    (
-        lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g),
-        TypeError,
-        "one for each rank, all 0 or more",
-    ),
-    (
-        lambda c, g: c.all_gather(X, sizes=[7, 7, 7], group=g),
-        ValueError,
-        r"sizes=\[7, 7, 7\].*shape \(4, 6\)",
-    ),
-    (lambda c, g: c.all_gather(X, sizes=4, group=g), TypeError, "sizes=4: expected a list"),
-    (
-        lambda c, g: c.gather(X[:1], sizes=[True] * 3, group=g),
-        TypeError,
-        "expected a list of sizes",
-    ),
-    (
-        lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g),
+        "all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3])",
         ValueError,
         "own block has size",
     ),
     (
-        lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"),
+        'all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], algorithm="bruck")',
         ValueError,
         "'bruck' passes on blocks",
     ),
-    (
-        lambda c, g: c.all_reduce(X, group=g, algorithm="torus"),
-        ValueError,
-        "'torus' needs a DeviceMesh of two axes",
-    ),
-    (
-        lambda c, g: c.all_gather(X, group=g, algorithm="torus"),
-        ValueError,
-        "'torus' needs a DeviceMesh of two axes",
-    ),
-    (
-        lambda c, g: c.reduce_scatter(X, group=g, algorithm="torus"),
-        ValueError,
-        "'torus' needs a DeviceMesh of two axes",
-    ),
-    (
-        lambda c, g: c.all_to_all(X, group=g, algorithm="torus"),
-        ValueError,
-        "'torus' needs a DeviceMesh of two axes",
-    ),
-    (lambda c, g: c.all_gather([1, 2], group=g), TypeError, "x is a list: expected a tensor"),
-    (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
-    (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
-    (lambda c, g: c.all_reduce(X, group=3), TypeError, "group=3: expected"),
-    (lambda c, g: c.all_reduce(X, group={0, 1, 2}), TypeError, "ranks in order"),
-    (lambda c, g: c.all_reduce(X, group=np.array([0, 1, 2])), TypeError, "ranks in order"),
-    (lambda c, g: c.all_reduce(X, group=torch.tensor([0, 1, 2])), TypeError, "ranks in order"),
-    (lambda c, g: p101.copy_to_group(X, group=[0, 0]), ValueError, "twice"),
-    (
-        lambda c, g: p101.copy_to_group(X, algorithm="two_level"),
-        ValueError,
-        "'two_level' needs a DeviceMesh",
-    ),
-    (lambda c, g: c.all_reduce(X, group=[]), TypeError, r"group=\[\]"),
-    (lambda c, g: c.all_reduce(X, group=[0, 1, 1]), ValueError, "twice"),
-    (lambda c, g: c.all_reduce(X, group=[0, 3]), ValueError, "ranks from 0 to 2"),
+    ('all_reduce(X, algorithm="torus")', ValueError, "'torus' needs a DeviceMesh of two axes"),
+    ('all_gather(X, algorithm="torus")', ValueError, "'torus' needs a DeviceMesh of two axes"),
+    ('reduce_scatter(X, algorithm="torus")', ValueError, "'torus' needs a DeviceMesh of two axes"),
+    ('all_to_all(X, algorithm="torus")', ValueError, "'torus' needs a DeviceMesh of two axes"),
+    ("all_gather([1, 2])", TypeError, "x is a list: expected a tensor"),
+    ("all_gather(X.to_sparse())", TypeError, "dense"),
+    ('all_reduce(X, group="world")', TypeError, "group='world': expected None"),
+    ("all_reduce(X, group=3)", TypeError, "group=3: expected"),
+    ("all_reduce(X, group={0, 1, 2})", TypeError, "ranks in order"),
+    ("all_reduce(X, group=np.array([0, 1, 2]))", TypeError, "ranks in order"),
+    ("all_reduce(X, group=torch.tensor([0, 1, 2]))", TypeError, "ranks in order"),
+    ("copy_to_group(X, group=[0, 0])", ValueError, "twice"),
+    ('copy_to_group(X, algorithm="two_level")', ValueError, "'two_level' needs a DeviceMesh"),
+    ("all_reduce(X, group=[])", TypeError, r"group=\[\]"),
+    ("all_reduce(X, group=[0, 1, 1])", ValueError, "twice"),
+    ("all_reduce(X, group=[0, 3])", ValueError, "ranks from 0 to 2"),
 ]
 
 
 def wrong_calls(library):
-    missed = []
-    group = dist.group.WORLD
-    for i, (call, error, message) in enumerate(WRONG):
+    missed, names = [], {"copy_to_group": p101.copy_to_group, "X": X, "HALF": HALF}
+    names |= {"torch": torch, "np": np}
+    for name in collectives.TEXTBOOK:
+        names[name] = functools.partial(getattr(library, name), group=dist.group.WORLD)
+    for call, error, message in WRONG:
         try:
             with pytest.raises(error, match=message):
-                call(library, group)
+                eval(call, names)
         except (pytest.fail.Exception, Exception) as fault:
-            missed.append((i, repr(fault)))
+            missed.append((call, repr(fault)))
     library.barrier()  # no rank still waits, no message is in flight
     return missed
 
@@ -263,59 +203,35 @@ def test_idle_ranks_send_nothing():
 
 def on_a_mesh(shapes):
     rank, p, wrong = dist.get_rank(), dist.get_world_size(), []
+    sizes = [(3 * r + 2) % 5 for r in range(p)]
 
-    def check(operation, xs, algorithm, **given):
-        fault = differs(
-            answer(operation, xs, rank, **given),
-            getattr(autograd, operation),
-            xs[rank],
-            group=mesh,
-            algorithm=algorithm,
-            **given,
-        )
+    def check(operation, algorithm, expected, xs, **given):
+        function = getattr(autograd, operation)
+        fault = differs(expected, function, xs[rank], group=mesh, algorithm=algorithm, **given)
         wrong.extend([(shape, operation, algorithm, given, fault)] * bool(fault))
+
+    def along(n, dim):
+        return (3, n) if dim else (n, 3)
 
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape)
-        sizes = [(3 * r + 2) % 5 for r in range(p)]
-        for algorithm in ("two_level", "torus"):
-            for op in ("sum", "mean", "max"):
-                check("all_reduce", [values(r, (13, 3)) for r in range(p)], algorithm, op=op)
+        xs = [values(r, (13, 5)) for r in range(p)]
+        for algorithm, op in product(("two_level", "torus"), ("sum", "mean", "max")):
+            check("all_reduce", algorithm, answer("all_reduce", xs, rank, op=op), xs, op=op)
         for dim in (0, 1):
-            whole, shards = (3, sum(sizes)), [(3, size) for size in sizes]
-            check(
-                "all_gather",
-                [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)],
-                "torus",
-                dim=dim,
-                sizes=sizes,
-            )
-            check("all_gather", [values(r, (2, 3)) for r in range(p)], "torus", dim=dim)
-            check(
-                "reduce_scatter",
-                [values(r, whole if dim else whole[::-1]) for r in range(p)],
-                "torus",
-                dim=dim,
-                sizes=sizes,
-            )
-            check(
-                "reduce_scatter", [values(r, (13, 5)) for r in range(p)], "torus", dim=dim, op="max"
-            )
-            uneven = [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)]
-            for xs, split, given in (
-                (uneven, 1 - dim, {"concat_sizes": sizes}),
-                ([values(r, (13, 7)) for r in range(p)], dim, {}),
+            uneven = [values(r, along(sizes[r], dim)) for r in range(p)]
+            summed = [values(r, along(sum(sizes), dim)) for r in range(p)]
+            for operation, ys, given in (
+                ("all_gather", xs, {"dim": dim}),
+                ("all_gather", uneven, {"dim": dim, "sizes": sizes}),
+                ("reduce_scatter", xs, {"dim": dim, "op": "max"}),
+                ("reduce_scatter", summed, {"dim": dim, "sizes": sizes}),
             ):
-                arguments = {"split_dim": split, "concat_dim": dim, **given}
-                fault = differs(
-                    transposed(xs, rank, split, dim),
-                    autograd.all_to_all,
-                    xs[rank],
-                    group=mesh,
-                    algorithm="torus",
-                    **arguments,
-                )
-                wrong.extend([(shape, "all_to_all", arguments, fault)] * bool(fault))
+                check(operation, "torus", answer(operation, ys, rank, **given), ys, **given)
+            for ys, split, given in ((uneven, 1 - dim, {"concat_sizes": sizes}), (xs, dim, {})):
+                dims = {"split_dim": split, "concat_dim": dim}
+                expected = transposed(ys, rank, split, dim)
+                check("all_to_all", "torus", expected, ys, **dims, **given)
     return wrong
 
 
@@ -361,7 +277,8 @@ def late_ones():
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_no_rank_leaves_a_barrier_before_all_have_entered(world_size):
-    spans = p101.launch(late_ones, world_size=world_size, backend="sim").trace.spans("barrier")
+    run = p101.launch(late_ones, world_size=world_size, backend="sim", rules="nccl")
+    spans = run.trace.spans("barrier")
     assert len(spans) == world_size
     assert min(span.end for span in spans) >= world_size - 1
 

@@ -4,7 +4,7 @@ overlaps with compute.
 
 from __future__ import annotations
 
-import math
+from itertools import product
 
 import pytest
 import torch
@@ -19,103 +19,51 @@ from parallel101.collectives.asynchronous import (
     reduce_scatter_async,
 )
 from parallel101.laboratory.sim.network import Network
-from parallel101.mesh import group_of, split_sizes
-from tests.collectives.cases import OPS, answer, negative, on_backends, values
+from parallel101.mesh import group_of
+from tests.collectives.cases import OPS, answer, launched, negative, on_backends, values
+from tests.collectives.test_costs import BYTES, STEPS, measured
 
 SHAPES = [(1,), (7,), (12,), (5, 3), (0, 2)]
-GROUPS = {"all": lambda p: None, "turned": lambda p: list(reversed(range(p)))[: max(1, p - 1)]}
 
 
 def wrong_values():
-    """Every operation on every shape and group, several in flight at once, finished in the
-    order in which they began.
-    """
-    p, rank, wrong, begun = dist.get_world_size(), dist.get_rank(), [], []
-    for which, make in GROUPS.items():
-        group = make(p)
+    """Every operation on every shape and group, many in flight at once."""
+    p, rank, begun, wrong = dist.get_world_size(), dist.get_rank(), [], []
+    for group, shape in product((None, list(range(p))[::-1][: max(1, p - 1)]), SHAPES):
         members = group_of(group)
-        place = members.position
-        for shape in SHAPES:
-            x = values(rank, shape, torch.float64)
-            xs = [values(r, shape, torch.float64) for r in members.ranks]
-            expected = (
-                {} if place is None else {op: answer("all_reduce", xs, place, op=op) for op in OPS}
-            )
-            for op in OPS:
-                begun.append(
-                    (
-                        f"all_reduce {op} {shape} {which}",
-                        all_reduce_async(x.clone(), op, group=group),
-                        expected.get(op),
-                    )
-                )
-            begun[-1][1].advance()  # some have advanced further than others
-            inplace = x.clone()
-            begun.append(
-                (
-                    f"all_reduce in place {shape}",
-                    all_reduce_async(inplace, group=group, out=inplace),
-                    expected.get("sum"),
-                )
-            )
-            begun.append(
-                (
-                    f"all_gather {shape}",
-                    all_gather_async(x.clone(), group=group),
-                    None if place is None else torch.cat(xs),
-                )
-            )
-            mine = (
-                None
-                if place is None
-                else expected["sum"].split(split_sizes(shape[0], members.size))[place]
-            )
-            begun.append(
-                (f"reduce_scatter {shape}", reduce_scatter_async(x.clone(), group=group), mine)
-            )
-            if place is not None and shape[0] > 1:
-                sizes = (
-                    [shape[0] - 1, 1, *[0] * members.size][: members.size]
-                    if members.size > 1
-                    else [shape[0]]
-                )
-                mine = expected["mean"].split(sizes)[place]
-                begun.append(
-                    (
-                        "reduce_scatter sizes",
-                        reduce_scatter_async(x.clone(), "mean", group=group, sizes=sizes),
-                        mine,
-                    )
-                )
-                own = values(rank, (sizes[place], *shape[1:]), torch.float64)
-                every = torch.cat(
-                    [
-                        values(r, (s, *shape[1:]), torch.float64)
-                        for r, s in zip(members.ranks, sizes)
-                    ]
-                )
-                out = torch.empty_like(every)
-                begun.append(
-                    (
-                        "all_gather sizes",
-                        all_gather_async(own, group=group, sizes=sizes, out=out),
-                        every,
-                    )
-                )
-    for name, pending, expected in begun:
+        place, n = members.position, members.size
+        x, xs = values(rank, shape), [values(r, shape) for r in members.ranks]
+
+        def add(pending, operation, xs=xs, place=place, **given):
+            expected = None if place is None else answer(operation, xs, place, **given)
+            begun.append((operation, given, pending, expected))
+
+        for op in OPS:
+            add(all_reduce_async(x.clone(), op, group=group), "all_reduce", op=op)
+        begun[-1][2].advance()  # some have advanced further than others
+        inplace = x.clone()
+        add(all_reduce_async(inplace, group=group, out=inplace), "all_reduce")
+        add(all_gather_async(x.clone(), group=group), "all_gather")
+        add(reduce_scatter_async(x.clone(), group=group), "reduce_scatter")
+        if place is not None and shape[0] > 1:
+            given = {"sizes": [shape[0] - (n > 1), 1, *[0] * n][:n], "op": "mean"}
+            add(reduce_scatter_async(x.clone(), group=group, **given), "reduce_scatter", **given)
+            sizes = given["sizes"]
+            shards = [values(r, (m, *shape[1:])) for r, m in zip(members.ranks, sizes)]
+            out = torch.empty_like(x)
+            pending = all_gather_async(shards[place], group=group, sizes=sizes, out=out)
+            add(pending, "all_gather", xs=shards, sizes=sizes)
+    for operation, given, pending, expected in begun[::2] + begun[1::2]:
         result = pending.wait()
         same = result.numel() == 0 if expected is None else torch.equal(result, expected)
         if not same or not pending.done or pending.wait() is not result:
-            wrong.append((name, result, expected))
+            wrong.append((operation, given, result, expected))
     return wrong
 
 
 @on_backends(gloo=[2, 3], sim=[1, 2, 4, 5])
 def test_values_are_those_of_one_process(backend, world_size):
-    assert (
-        p101.launch(wrong_values, world_size=world_size, backend=backend).results
-        == [[]] * world_size
-    )
+    assert launched(wrong_values, backend, world_size) == [[]] * world_size
 
 
 def in_one_buffer():
@@ -135,40 +83,29 @@ def in_one_buffer():
 
 @on_backends(gloo=[2], sim=[3])
 def test_in_one_buffer(backend, world_size):
-    assert (
-        p101.launch(in_one_buffer, world_size=world_size, backend=backend).results
-        == [True] * world_size
-    )
+    assert launched(in_one_buffer, backend, world_size) == [True] * world_size
 
 
-@pytest.mark.parametrize("p", [3, 4])
-def test_bytes_and_steps_are_those_of_the_blocking_ones(p):
-    def run(module, name):
-        getattr(module, name)(
-            torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8), **extra[module]
+def one_after_the_other():
+    for name, nbytes in (("all_reduce", 72), ("reduce_scatter", 72), ("all_gather", 24)):
+        x = torch.ones(nbytes, dtype=torch.uint8)
+        dist.barrier()
+        with p101.span(f"{name} later"):
+            getattr(asynchronous, f"{name}_async")(x).wait()
+        dist.barrier()
+        with p101.span(f"{name} now"):
+            getattr(collectives, name)(x, algorithm="direct")
+
+
+def test_bytes_and_steps_are_those_of_the_blocking_ones():
+    for speed in (STEPS, BYTES):
+        run = p101.launch(
+            one_after_the_other, world_size=3, backend="sim", network=Network(**speed)
         )
-
-    def finished(name):
-        getattr(asynchronous, f"{name}_async")(
-            torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8)
-        ).wait()
-
-    extra = {collectives: {"algorithm": "direct"}}
-    for name in ("all_reduce", "reduce_scatter", "all_gather"):
-        for network in (
-            Network(latency=1.0, bandwidth=math.inf),
-            Network(latency=0.0, bandwidth=1.0),
-        ):
-            later = p101.launch(finished, name, world_size=p, backend="sim", network=network).trace
-            now = p101.launch(
-                run, collectives, name, world_size=p, backend="sim", network=network
-            ).trace
-            assert (
-                later.bytes_sent
-                == now.bytes_sent
-                == [24 * (p - 1) * (2 if name == "all_reduce" else 1)] * p
-            )
-            assert later.makespan == now.makespan
+        found = measured(run.trace)
+        for name, rounds in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
+            seconds, sent = found[f"{name} later"]
+            assert (seconds, sent) == found[f"{name} now"] and sent == rounds * 2 * 24
 
 
 def meanwhile(seconds):
