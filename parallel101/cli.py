@@ -63,6 +63,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except MissingExtra as error:
         print(error, file=sys.stderr)
         return 1
+    except (FileNotFoundError, ValueError) as error:  # a wrong argument
+        return args.parser.exit(2, f"parallel101 {args.command}: error: {error}\n")
     except KeyboardInterrupt:
         print(f"parallel101 {args.command}: stopped", file=sys.stderr)
         return 130
@@ -88,31 +90,16 @@ def _escape_unsupported_characters() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-# of each command, for the greeting
-EXAMPLES = {
-    "doctor": "doctor",
-    "lab": "lab",
-    "homework": "homework",
-    "lessons": "lessons 01",
-    "notebooks": "notebooks my_course",
-    "run": "run --world-size 4 train.py",
-    "merge": "merge trace --page trace.html",
-    "grade": "grade homework/hw1_moving",
-    "release": "release homework/hw1_moving --out bundles",
-    "plan": "plan --model llama-3-70b --gpus 1024",
-    "bench": "bench collectives",
-}
-
-
 def _greeting(parser: argparse.ArgumentParser) -> str:
     """Return the help text: each command with an example and what it does."""
     (commands,) = (
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
     lines = [f"parallel101 {__version__}. {parser.description}", ""]
-    for name, sub in commands.choices.items():
+    for sub in commands.choices.values():
         text = textwrap.wrap(str(sub.description).partition(". ")[0].removesuffix(".") + ".", 92)
-        lines += [f"  parallel101 {EXAMPLES[name]}", *(f"      {line}" for line in text)]
+        lines.append(f"  parallel101 {sub.get_default('example')}")
+        lines += [f"      {line}" for line in text]
     return "\n".join([*lines, "", "All options of a command: parallel101 COMMAND --help"])
 
 
@@ -124,10 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
     commands = parser.add_subparsers(dest="command")
 
-    def command(name, run, text, takes_extra=False):
+    def command(example, run, text, takes_extra=False):
+        name = example.partition(" ")[0]
         # bench has a --help of its own
         sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
-        sub.set_defaults(run=run, takes_extra=takes_extra, parser=sub)
+        sub.set_defaults(run=run, takes_extra=takes_extra, parser=sub, example=example)
         return sub
 
     doctor = command(
@@ -139,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     lab = command("lab", _lab, text.format("lessons"), takes_extra=True)
     command("homework", _homework, text.format("homework"), takes_extra=True)
     lessons = command(
-        "lessons",
+        "lessons 01",
         _lessons,
         "Run the lessons on real ranks and write them as web pages that work offline.",
     )
@@ -163,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     option(lessons, "--timeout", "SECONDS", text, seconds_of, default=600.0)
 
     notebooks = command(
-        "notebooks",
+        "notebooks my_course",
         _notebooks,
         "Copy the lessons and the homework to a folder of your own, without a clone.",
     )
@@ -173,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run_commands(command)
 
     grade = command(
-        "grade",
+        "grade homework/hw1_moving",
         _grade,
         "Grade homework: one set with all verdicts, or a folder of sets with a table of points.",
     )
@@ -194,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     option(grade, "--jobs", "N", text, int, default=1)
 
     release = command(
-        "release",
+        "release homework/hw1_moving --out bundles",
         _release,
         "Write what a teacher needs: the learners' bundle, and autograders with secret cases.",
     )
@@ -211,10 +199,10 @@ def _parser() -> argparse.ArgumentParser:
     from parallel101.laboratory.planner import plan_command
 
     text = "Lay out the training of a model on many GPUs, and predict how long a step takes."
-    plan_command.add_arguments(command("plan", _plan, text))
+    plan_command.add_arguments(command("plan --model llama-3-70b --gpus 1024", _plan, text))
 
     command(
-        "bench",
+        "bench collectives",
         _bench,
         "Measure parallel101 on this machine, and compare it with torch.",
         takes_extra=True,
@@ -240,10 +228,7 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
         if extra[:1] == ["homework"]
         else (lambda: find_lessons(args.lessons, to_edit=True), extra)
     )
-    try:
-        shown = found_or_copied(folder) if args.lessons is None else folder()
-    except (FileNotFoundError, ValueError) as error:
-        args.parser.error(str(error))
+    shown = found_or_copied(folder) if args.lessons is None else folder()
     no_news = [
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
@@ -268,25 +253,22 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.publish.find import Repository
 
     syllabus, repository = None, Repository.of_environment(os.environ)
-    try:
-        folder = find_lessons(args.lessons)
-        if args.repository is not None:
-            repository = Repository.of(args.repository)
-        names = [*args.names, *(args.only or "").replace(",", " ").split()]
-        notebooks = select_lessons(folder, names)
-        if args.syllabus is not None:
-            if args.only is not None:
-                raise ValueError("the syllabus names the lessons; leave out --only")
-            syllabus = read_syllabus(args.syllabus, folder)
-            other = [path.stem for path in notebooks if path.stem not in syllabus.lessons]
-            if names and other:
-                raise ValueError(f"{other[0]} is not in {args.syllabus}")
-            notebooks = [path for path in notebooks if path.stem in syllabus.lessons]
-            if not notebooks:
-                raise ValueError(f"{args.syllabus} names no lesson")
-        make_output_folder(args.out)
-    except (FileNotFoundError, ValueError) as error:
-        args.parser.error(str(error))
+    folder = find_lessons(args.lessons)
+    if args.repository is not None:
+        repository = Repository.of(args.repository)
+    names = [*args.names, *(args.only or "").replace(",", " ").split()]
+    notebooks = select_lessons(folder, names)
+    if args.syllabus is not None:
+        if args.only is not None:
+            raise ValueError("the syllabus names the lessons; leave out --only")
+        syllabus = read_syllabus(args.syllabus, folder)
+        other = [path.stem for path in notebooks if path.stem not in syllabus.lessons]
+        if names and other:
+            raise ValueError(f"{other[0]} is not in {args.syllabus}")
+        notebooks = [path for path in notebooks if path.stem in syllabus.lessons]
+        if not notebooks:
+            raise ValueError(f"{args.syllabus} names no lesson")
+    make_output_folder(args.out)
     print(
         f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: "
         f"{', '.join(n.stem for n in notebooks)}",
@@ -325,10 +307,7 @@ def _import_no_grammars() -> None:
 def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.publish.find import copy_notebooks
 
-    try:
-        lessons, homework = copy_notebooks(args.folder)
-    except ValueError as error:
-        return args.parser.error(str(error))  # exits
+    lessons, homework = copy_notebooks(args.folder)
     print(f"Wrote {lessons} and {homework}")
     print("To open them: parallel101 lab, or parallel101 homework")
     return 0
@@ -339,35 +318,26 @@ def _grade(args: argparse.Namespace, extra: list[str]) -> int:
 
     names = ("gradescope", "json", "csv", "feedback", "class_list", "seed_file")
     files = {name: getattr(args, name) for name in names}
-    try:
-        if args.submission is None and not any(files.values()):
-            return command.main(args.path)
-        if args.path is None:
-            raise ValueError(
-                "name the homework set, e.g. parallel101 grade homework/hw1_moving --submission "
-                "submissions"
-            )
-        return command.handed_in(args.path, args.submission, jobs=max(1, args.jobs), **files)
-    except (FileNotFoundError, ValueError) as error:
-        return args.parser.error(str(error))  # exits
+    if args.submission is None and not any(files.values()):
+        return command.main(args.path)
+    if args.path is None:
+        raise ValueError(
+            "name the homework set, e.g. parallel101 grade homework/hw1_moving --submission "
+            "submissions"
+        )
+    return command.handed_in(args.path, args.submission, jobs=max(1, args.jobs), **files)
 
 
 def _release(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.grade import command
 
-    try:
-        return command.release_set(args.path, args.out, args.seed_file, args.library)
-    except (FileNotFoundError, ValueError) as error:
-        return args.parser.exit(2, f"{error}\n")  # exits
+    return command.release_set(args.path, args.out, args.seed_file, args.library)
 
 
 def _plan(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.planner import plan_command
 
-    try:
-        return plan_command.main(args)
-    except ValueError as error:
-        return args.parser.error(str(error))  # exits
+    return plan_command.main(args)
 
 
 def _bench(args: argparse.Namespace, extra: list[str]) -> int:

@@ -17,7 +17,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 # of the messages of our collectives, so that they never match a message that the program sends
@@ -60,10 +59,10 @@ class Recorder(Protocol):
 
 
 class _Thread(threading.local):
-    """This thread's own recorder, listener and current collective."""
+    """This thread's own recorder, listeners and current collective."""
 
     recorder: Recorder | None = None
-    listener: Listener | None = None
+    listeners: tuple[Listener, ...] = ()
     collective: Collective | None = None
 
 
@@ -100,12 +99,12 @@ def listening(listener: Listener) -> Iterator[None]:
 
     The listeners of enclosing blocks are called, too.
     """
-    before = _thread.listener
-    _thread.listener = listener if before is None else partial(_each, before, listener)
+    before = _thread.listeners
+    _thread.listeners = (*before, listener)
     try:
         yield
     finally:
-        _thread.listener = before
+        _thread.listeners = before
 
 
 def current_collective() -> Collective | None:
@@ -162,14 +161,16 @@ def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def _span(name: str, labels: dict[str, Any], waiting: bool) -> Iterator[None]:
-    target, listener = recorder(), _thread.listener
-    if target is None and listener is None:
+    target, listeners = recorder(), _thread.listeners
+    if target is None and not listeners:
         yield
         return
     labels = {key: plain(value) for key, value in labels.items()}
     start = target.now() if target else None
     try:
-        with listener(str(name), labels) if listener else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(listener(str(name), labels))
             yield
     finally:
         if target:
@@ -218,7 +219,8 @@ def compute(seconds: float) -> None:
         target.compute(seconds)
 
 
-def unrecorded() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
     """Leave what happens inside out of the run.
 
     This covers messages, collectives, spans, compute(), and on sim the time that they take. All
@@ -231,20 +233,9 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     one exception). On real ranks the time that passes inside is real: it is between the events
     before and after the block, and counts as computing.
     """
-    target, listener = recorder(), _thread.listener
-    inside = contextlib.nullcontext() if target is None else target.unrecorded()
-    return inside if listener is None else _both(listener(None, {}), inside)
-
-
-def _each(
-    outer: Listener, inner: Listener, name: str | None, labels: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[None]:
-    return _both(outer(name, labels), inner(name, labels))
-
-
-@contextlib.contextmanager
-def _both(
-    outer: contextlib.AbstractContextManager[None], inner: contextlib.AbstractContextManager[None]
-) -> Iterator[None]:
-    with outer, inner:
+    with contextlib.ExitStack() as stack:
+        for listener in _thread.listeners:
+            stack.enter_context(listener(None, {}))
+        if (target := recorder()) is not None:
+            stack.enter_context(target.unrecorded())
         yield

@@ -35,11 +35,11 @@ def option(
 
 
 def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add both to the command line. `command(name, run, text)` makes one."""
+    """Add both to the command line. `command(example, run, text)` makes one."""
     from parallel101.laboratory.record.last_events import LAST_EVENTS
 
     run = command(
-        "run",
+        "run --world-size 4 train.py",
         _script,
         "Run a script for torchrun on every rank, unchanged, and show who waits for whom.",
     )
@@ -74,7 +74,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     option(run, "arguments", "ARGS", "the script's own arguments", nargs=argparse.REMAINDER)
 
     merge = command(
-        "merge",
+        "merge trace --page trace.html",
         _merge,
         "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.",
     )
@@ -159,8 +159,8 @@ def _script(args: argparse.Namespace, extra: list[str]) -> int:
     run = _run_in_job if in_a_job() and args.backend != "sim" else _run_here
     try:
         return run(args, script)
-    except (ValueError, TypeError) as error:
-        return args.parser.error(str(error))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
     except (RuntimeError, LaunchTimeout) as error:
         print(f"parallel101 run: {error}", file=sys.stderr)
         return 1
@@ -280,10 +280,7 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.record.units import ranks_text
     from parallel101.laboratory.viz.run_table import script_name
 
-    try:
-        trace, missing, left_out, cut_short = _joined(args.directory)
-    except ValueError as error:
-        return args.parser.error(str(error))
+    trace, missing, left_out, cut_short = _joined(args.directory)
     if left_out:
         print(
             f"parallel101 merge: the record of {ranks_text(left_out)} is of another start of the "
@@ -333,10 +330,7 @@ def _report(
     if args.page is not None:
         from parallel101.laboratory.publish.run_page import run_page
 
-        try:
-            page = run_page(trace, name, failed, args.steps)
-        except ValueError as error:
-            args.parser.error(str(error))
+        page = run_page(trace, name, failed, args.steps)
         args.page.write_text(page, encoding="utf-8")
         print(f"Wrote {args.page}. It opens in a browser, also offline.")
     if args.chrome is not None:

@@ -68,8 +68,7 @@ class SpatialParallel(nn.Module):
         shape = whole_shape(shape)
         if len(shape) != dims + 2:
             raise ValueError(
-                f"shape={shape}: expected {dims + 2} dims for a {kind}, samples and "
-                "channels first"
+                f"shape={shape}: expected {dims + 2} dims for a {kind}, samples and channels first"
             )
         self.window = window_of(module, dims)
         self.exchange = HaloExchange(

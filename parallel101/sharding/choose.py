@@ -103,12 +103,13 @@ def gathered_and_cut(plan: ShardingPlan) -> bool:
 
 def cost_of(plan: ShardingPlan) -> tuple[float, int, int]:
     """Return bytes (of equal blocks), flops and number of steps, by which plans are compared."""
-    sent = sum(
-        elements_sent(step, plan.sizes, plan.mesh)
-        for step in plan.steps
-        if isinstance(step, ReshardStep)
-    )
-    return round(sent, 3), plan.flops, len(plan.steps)
+    return round(sent_by(plan.steps, plan.sizes, plan.mesh), 3), plan.flops, len(plan.steps)
+
+
+def sent_by(steps: Steps, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
+    """Return the elements that a rank would send in these steps if all blocks were equal."""
+    moves = [step for step in steps if isinstance(step, ReshardStep)]
+    return sum(elements_sent(step, sizes, mesh) for step in moves)
 
 
 def products(
@@ -142,14 +143,7 @@ def products(
             if before_a is not None and before_b is not None and after is not None:
                 ways.append((*before_a, *before_b, Multiply(new_a, new_b, new_c), *after))
         if ways:
-            yield min(
-                ways,
-                key=lambda steps: sum(
-                    elements_sent(step, sizes, mesh)
-                    for step in steps
-                    if isinstance(step, ReshardStep)
-                ),
-            )
+            yield min(ways, key=lambda steps: sent_by(steps, sizes, mesh))
 
 
 def mesh_sizes(mesh: Mapping[str, int] | DeviceMesh) -> dict[str, int]:

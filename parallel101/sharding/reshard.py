@@ -7,9 +7,8 @@
     Slice_{X,J}           A[I, J] → A[I, J_X]           each rank keeps its own block: no message
 
 Along an axis of p ranks, with n bytes in the larger of the two blocks, the rank sends n(p−1)/p
-bytes, and 2n(p−1)/p for AllReduce. All are rings, along one axis after the other, except AllToAll,
-and AllReduce over several axes, which uses all their links at the same time ("torus"). A new
-subscript is always the innermost, and only the innermost can be removed.
+bytes, and 2n(p−1)/p for AllReduce. All are rings, along one axis after the other, except AllToAll.
+A new subscript is always the innermost, and only the innermost can be removed.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
-from itertools import combinations, count, permutations, product
+from itertools import combinations, count, permutations
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from parallel101.autograd import all_gather, all_reduce, all_to_all, reduce_scatter
-from parallel101.collectives.comm import Comm
-from parallel101.collectives.torus import routes_of
 from parallel101.mesh import Group, split_sizes
 from parallel101.sharding.notation import Sharding, interval
 
@@ -160,8 +156,6 @@ def sent_in(
     """Return the elements that the rank at these coordinates sends in a step."""
     extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
     n = math.prod(extents)
-    if step.operation == "AllReduce" and len(step.axes) > 1:
-        return torus_sent(n, step.axes, mesh, at)
     if step.operation == "AllReduce":
         return ring_sent(n, step.axes, mesh, at, gather=False) + ring_sent(
             n, step.axes, mesh, at, gather=True
@@ -201,29 +195,6 @@ def ring_sent(
     return sent
 
 
-def torus_sent(
-    n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int]
-) -> int:
-    """Return the elements that a rank sends in an all-reduce of n over several axes.
-
-    On each route of "torus" they go in a ring along each line.
-    """
-    shape = tuple(mesh[axis] for axis in axes)
-    p, parts = math.prod(shape), 2 * sum(length > 1 for length in shape)
-    if n % (p * max(parts, 1)) == 0:
-        return 2 * n * (p - 1) // p
-    place = list(product(*map(range, shape))).index(tuple(at[axis] for axis in axes))
-    group = Group(tuple(range(p)), place, shape, None)
-    blocks, sent = split_sizes(n, p), 0
-    pieces = {block: split_sizes(block, parts) for block in set(blocks)}
-    for number, route in enumerate(routes_of(Comm(group, torch.device("cpu")))):
-        part = [pieces[blocks[position]][number] for position in route.order]
-        for line, windows in route.windows():
-            sizes = [sum(part[window]) for window in windows]
-            sent += 2 * sum(sizes) - sizes[line.rank] - sizes[(line.rank + 1) % line.size]
-    return sent
-
-
 # ── How a rank runs it
 
 
@@ -260,10 +231,16 @@ def apply(
     elif step.operation == "ReduceScatter":
         for axis in step.axes:
             x = reduce_scatter(x, step.cut or 0, group=along(axis), algorithm="ring")
+    elif step.operation == "AllReduce" and len(step.axes) == 1:
+        x = all_reduce(x, group=along(*step.axes), algorithm="ring")
     elif step.operation == "AllReduce":
-        x = all_reduce(
-            x, group=along(*step.axes), algorithm="ring" if len(step.axes) == 1 else "torus"
-        )
+        flat, split = x.reshape(-1), []
+        for axis in step.axes:
+            split.append((axis, split_sizes(flat.numel(), mesh[axis])))
+            flat = reduce_scatter(flat, group=along(axis), algorithm="ring")
+        for axis, shards in reversed(split):
+            flat = all_gather(flat, group=along(axis), sizes=shards, algorithm="ring")
+        x = flat.view(x.shape)
     elif step.operation == "AllToAll":
         joined, cut = step.joined or 0, step.cut or 0
         whole = interval(sizes[step.before.dims[joined]], step.after.axes[joined], mesh, at)

@@ -217,19 +217,16 @@ class ShardingPlan:
                 raise ValueError(
                     f"{array.name} has shape {tuple(whole.shape)}: expected {expected} for {array}"
                 )
+
+        def block(array: Sharding, whole: Tensor, at: Mapping[str, int]) -> Tensor:
+            part = whole[array.block(self.sizes, self.mesh, at)]
+            # the whole value is the first term of the sum, the others are 0
+            first = all(at[axis] == 0 for axis in array.partial)
+            part = part if first else torch.zeros_like(part)
+            return part.clone(memory_format=torch.contiguous_format)
+
         return [
-            tuple(
-                whole[array.block(self.sizes, self.mesh, at)].clone(
-                    memory_format=torch.contiguous_format
-                )
-                # the whole value is the first term of the sum, the others are 0
-                if all(at[axis] == 0 for axis in array.partial)
-                else torch.zeros_like(
-                    whole[array.block(self.sizes, self.mesh, at)],
-                    memory_format=torch.contiguous_format,
-                )
-                for array, whole in zip(self.operands, wholes)
-            )
+            tuple(block(array, whole, at) for array, whole in zip(self.operands, wholes))
             for at in self.coordinates()
         ]
 

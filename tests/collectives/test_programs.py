@@ -39,7 +39,7 @@ def written_to():
     return wrong
 
 
-@on_backends(gloo=[1, 2], sim=[1, 3])
+@on_backends(gloo=[2], sim=[3])
 def test_a_result_may_be_changed_in_place(backend, world_size):
     assert (
         p101.launch(written_to, world_size=world_size, backend=backend).results == [[]] * world_size
@@ -114,9 +114,8 @@ def refused():
     return autograd.all_reduce(torch.nn.Parameter(torch.ones(2))).tolist()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_tensors_without_memory_and_forward_mode_are_refused(backend):
-    assert p101.launch(refused, world_size=2, backend=backend).results == [[2.0, 2.0]] * 2
+def test_tensors_without_memory_and_forward_mode_are_refused():
+    assert p101.launch(refused, world_size=2, backend="sim").results == [[2.0, 2.0]] * 2
 
 
 def one_element():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import parallel101 as p101
+from parallel101 import layers
 from parallel101.layers import (
     AllGather,
     AllSumReduce,
@@ -30,133 +33,111 @@ def zeros(*shape):
     return torch.zeros(shape)
 
 
-# name → (what is called on six ranks with a mesh of shape (2, 3), what the error must say)
-REFUSED = {
-    "a name that the mesh doesn't have": (
-        lambda mesh: AllGather(mesh, ("c",)),
-        "no axis 'c': it has shape (2, 3), so expected -2 to 1, or one of the names ('a', 'b')",
-    ),
-    "a name, on a mesh without names": (
-        lambda mesh: AllGather(mesh_of(0, (2, 3)), "a"),
-        "no axis 'a': it has shape (2, 3), so expected -2 to 1, or names, which its axes don't",
-    ),
-    "an axis out of range": (lambda mesh: AllSumReduce(mesh, (2,)), "no axis 2: it has shape"),
-    "an axis named twice": (lambda mesh: ReduceScatter(mesh, (1, "b")), "names an axis twice"),
-    "an axis of another type": (lambda mesh: Broadcast(mesh, (1.5,)), "no axis 1.5"),
-    "no axes": (
-        lambda mesh: AllSumReduce(mesh, None),
-        "axes=None: expected axes of the mesh by number or name",
-    ),
-    "no mesh": (lambda mesh: AllGather([0, 1], (0,)), "expected a DeviceMesh"),
-    "no source mesh": (lambda mesh: Repartition([0, 1], mesh), "expected a DeviceMesh"),
-    "a shape of fewer dims than axes": (
-        lambda mesh: AllGather(mesh, (0,), shape=(4,)),
-        "shape has 1 dims ((4,)), but the mesh has 2 axes",
-    ),
-    "a shape that is no shape": (
-        lambda mesh: AllGather(mesh, (0,), shape=(4, -1)),
-        "expected the shape of the whole tensor",
-    ),
-    "fewer dims than axes": (lambda mesh: AllGather(mesh, (0,))(zeros(4)), "x has 1 dims"),
-    "fewer dims than the target's axes": (
-        lambda mesh: Repartition(mesh_of(0, (6,)), mesh)(zeros(4)),
-        "x has 1 dims",
-    ),
-    "not my block": (
-        lambda mesh: AllGather(mesh, (0,), shape=(4, 6))(zeros(2, 3)),
-        "x has shape (2, 3), but",
-    ),
-    "not cut by the other axes": (
-        lambda mesh: ReduceScatter(mesh, (0,), shape=(4, 6))(zeros(4, 6)),
-        "x has shape (4, 6), but",
-    ),
-    "not my block of the source": (
-        lambda mesh: Repartition(mesh, mesh, shape=(4, 6))(zeros(4, 2)),
-        "x has shape (4, 2), but",
-    ),
-    "not the block that this rank will receive": (
-        lambda mesh: Broadcast(mesh, (0,), shape=(4, 6))(zeros(2, 2)),
-        "a block of shape (4, 2)",
-    ),
-    "no tensor": (lambda mesh: AllGather(mesh, (0,))([1.0]), "expected a tensor"),
-    "ranks that can't know the shape": (
-        lambda mesh: Repartition(mesh_of(0, (2,)), mesh),
-        "the ranks [2, 3, 4, 5] of the target",
-    ),
-    "a source of another shape": (
-        lambda mesh: Broadcast(mesh, (0,), source=mesh_of(0, (2,))),
-        "source has shape (2,): expected (1, 3)",
-    ),
-    "a target of another shape": (
-        lambda mesh: SumReduce(mesh, (1,), target=mesh_of(0, (2,))),
-        "target has shape (2,): expected (2, 1)",
-    ),
-}
+# what is called on six ranks | what the error must say
+REFUSED = """
+AllGather(mesh, "c") | no axis 'c': it has shape (2, 3), so expected -2 to 1, or one of the
+AllGather(unnamed, "a") | expected -2 to 1, or names, which its axes don't have
+AllSumReduce(mesh, 2) | no axis 2: it has shape
+ReduceScatter(mesh, (1, "b")) | names an axis twice
+Broadcast(mesh, 1.5) | axes=1.5: expected axes of the mesh by number or name
+Broadcast(mesh, (True,)) | no axis True
+AllGather([0, 1], 0) | mesh=[0, 1]: expected a DeviceMesh
+Repartition([0, 1], mesh) | expected a DeviceMesh
+BatchNorm([0, 1], 3) | expected a DeviceMesh
+BatchNorm(flat, -1) | split_sizes(-1, 1)
+AllGather(mesh, 0, shape=(4,)) | shape has 1 dims ((4,)), but the mesh has 2 axes
+AllGather(mesh, 0, shape=(4, -1)) | expected the shape of the whole tensor
+AllGather(mesh, 0)(zeros(4)) | x has 1 dims
+Repartition(flat, mesh)(zeros(4)) | x has 1 dims
+AllGather(mesh, 0, shape=(4, 6))(zeros(2, 3)) | x has shape (2, 3), but
+ReduceScatter(mesh, 0, shape=(4, 6))(zeros(4, 6)) | x has shape (4, 6), but
+Repartition(mesh, mesh, shape=(4, 6))(zeros(4, 2)) | x has shape (4, 2), but
+Broadcast(mesh, 0, shape=(4, 6))(zeros(2, 2)) | a block of shape (4, 2)
+AllGather(mesh, 0)([1.0]) | expected a tensor
+Repartition(mesh_of(0, (2,)), mesh) | the ranks [2, 3, 4, 5] of the target
+Broadcast(mesh, 0, source=mesh_of(0, (2,))) | source has shape (2,): expected (1, 3)
+Broadcast(mesh, 0, source=[0, 1]) | source=[0, 1]: expected a DeviceMesh of shape (1, 3)
+SumReduce(mesh, 1, target=mesh_of(0, (2,))) | target has shape (2,): expected (2, 1)
+SpatialParallel(conv(), line, shape=None) | shape=None: expected the shape of the whole tensor
+SpatialParallel(conv(), line, shape=(3, 8)) | expected 3 dims for a Conv1d
+SpatialParallel(conv(), mesh_of(0, (1, 2)), shape=(2, 3, 8)) | expected one rank on axis 1
+SpatialParallel(conv(), line, shape=(2, 4, 8)) | has 4 channels, but the Conv1d expects 3
+spatial(conv(padding=1, padding_mode="circular")) | use padding_mode='zeros'
+spatial(nn.Linear(3, 3)) | module is a Linear: expected a convolution or pooling, Conv1d
+spatial(nn.MaxPool1d(3, ceil_mode=True)) | use ceil_mode=False
+spatial(nn.AvgPool1d(3, padding=1, count_include_pad=False)) | count_include_pad=False has no
+HaloExchange([0, 1], shape=(8,), kernel_size=3) | mesh=[0, 1]: expected a DeviceMesh
+HaloExchange(line, shape=(8,), kernel_size=3) | but the mesh has 3 axes (1, 1, 2)
+HaloExchange(line, shape=None, kernel_size=3) | shape=None: expected the shape of the whole tensor
+halo(9) | dim 2 of a tensor of shape (2, 3, 8): the kernel covers 9 entries
+halo((1, 1, 1, 1)) | has 4 sizes: expected at most 3 for a tensor of shape (2, 3, 8)
+halo(3, stride=(1, 2)) | stride=(1, 2): expected an int, or one for each dim of the
+halo(3, stride=0) | dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1
+halo(3.5) | kernel_size=3.5: expected an int, or one for each dim of the kernel
+halo(3, padding=((1, 0, 2),)) | padding=(1, 0, 2): expected an int, or a pair
+halo(3)(zeros(1 if rank > 1 else 2, 3, 8)) | x has shape
+"""
 
 
 def said_of_each():
-    mesh, said = named(), {}
-    for name, (call, _) in REFUSED.items():
+    mesh, line = named(), mesh_of(0, (1, 1, 2))
+    names = {**vars(layers), "nn": nn, "zeros": zeros, "mesh_of": mesh_of, "mesh": mesh}
+    names |= {"unnamed": mesh_of(0, (2, 3)), "flat": mesh_of(0, (6,)), "line": line}
+    names |= {"conv": functools.partial(nn.Conv1d, 3, 3, 3), "rank": dist.get_rank()}
+    names["halo"] = lambda kernel, **window: layers.HaloExchange(
+        line, shape=(2, 3, 8), kernel_size=kernel, **window
+    )
+    names["spatial"] = functools.partial(layers.SpatialParallel, mesh=line, shape=(2, 3, 8))
+    said = {}
+    for row in REFUSED.strip().splitlines():
+        call, expected = row.split(" | ")
         try:
-            call(mesh)
+            eval(call, names)
+            said[call] = "nothing"
         except (TypeError, ValueError) as error:
-            said[name] = str(error)
+            said[call] = "" if expected in str(error) else str(error)
     return said
 
 
 def test_what_is_refused_before_any_message():
     run = p101.launch(said_of_each, world_size=6, backend="sim")
-    for said in run.results:
-        assert {
-            name for name, (_, expected) in REFUSED.items() if expected not in said.get(name, "")
-        } == set()
+    assert [{call: s for call, s in said.items() if s} for said in run.results] == [{}] * 6
     assert sum(run.trace.messages_sent) == 0
 
 
-def on_a_rank_without(build, x_there):
-    """The last rank is outside of each mesh, or only receives: what it says if it passes this
-    tensor.
-    """
-    inside = dist.get_rank() < dist.get_world_size() - 1
-    try:
-        layer = build()
-        if not inside:
-            layer(x_there)
-    except ValueError as error:
-        return str(error)
+def on_a_rank_that_has_no_tensor():
+    """The last rank is outside of each mesh, or only receives: what it says to a wrong tensor."""
+    pair, said = mesh_of(0, (2,)), []
+    built = [
+        AllGather(pair, 0),
+        ReduceScatter(pair, 0),
+        AllSumReduce(pair, 0),
+        Broadcast(pair, 0),
+        SumReduce(pair, 0),
+        Repartition(pair, mesh_of(0, (1,))),
+        BatchNorm(pair, 4),
+        layers.HaloExchange(pair, shape=(2, 4), kernel_size=3),
+    ]
+    for layer, x in [
+        *((layer, torch.ones(2, 4)) for layer in built),
+        (Broadcast(mesh_of(0, (3,)), 0), torch.empty(0)),
+    ]:
+        try:
+            if dist.get_rank() == 2:
+                layer(x)
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
-OUTSIDE = {
-    "AllGather": lambda: AllGather(mesh_of(0, (2,)), (0,)),
-    "ReduceScatter": lambda: ReduceScatter(mesh_of(0, (2,)), (0,)),
-    "AllSumReduce": lambda: AllSumReduce(mesh_of(0, (2,)), (0,)),
-    "Broadcast": lambda: Broadcast(mesh_of(0, (2,)), (0,)),
-    "SumReduce": lambda: SumReduce(mesh_of(0, (2,)), (0,)),
-    "Repartition": lambda: Repartition(mesh_of(0, (2,)), mesh_of(0, (1,))),
-    "BatchNorm": lambda: BatchNorm(mesh_of(0, (2,)), 4),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_tensor_on_a_rank_outside_the_mesh_is_refused(name):
-    *_, said = p101.launch(
-        on_a_rank_without, OUTSIDE[name], torch.ones(2, 4), world_size=3, backend="sim"
+def test_a_wrong_tensor_on_a_rank_that_has_none_is_refused():
+    *_, (*outside, receiver) = p101.launch(
+        on_a_rank_that_has_no_tensor, world_size=3, backend="sim"
     ).results
-    assert "outside the layer's mesh: expected a zero-volume tensor" in said
-
-
-def test_a_rank_that_only_receives_must_say_what():
-    *_, said = p101.launch(
-        on_a_rank_without,
-        lambda: Broadcast(mesh_of(0, (3,)), (0,)),
-        torch.empty(0),
-        world_size=3,
-        backend="sim",
-    ).results
-    assert (
-        "x has shape (0,), which doesn't say what this rank will receive: expected a "
-        "zero-volume tensor such as"
-    ) in said
+    assert len(outside) == 8
+    for said in outside:
+        assert "outside the layer's mesh: expected a zero-volume tensor" in said
+    assert "x has shape (0,), which doesn't say what this rank will receive" in receiver
 
 
 BUILT = {

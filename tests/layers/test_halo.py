@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import parallel101 as p101
 from parallel101.layers.halo import HaloExchange, halos
 from parallel101.layers.halo_spatial import SpatialParallel
 from parallel101.layers.repartition import overlaps
 from tests.autograd.test_collectives import inner_products, random, unequal
+from tests.layers.cases import block, mesh_of
 
 # The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the
 # same numbers, and one of DistDL's tests: (n, ranks, kernel_size, stride, padding) → left and right
@@ -67,20 +67,6 @@ def test_halos_are_what_the_kernel_touches():
 
 def test_padding_may_differ_before_and_after():
     assert [halo.padding for halo in halos(4, 2, 4, padding=(1, 2))] == [(1, 0), (0, 2)]
-
-
-def mesh_of(shape):
-    """Of the first ranks; the others are outside."""
-    return DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape))
-
-
-def block_of(whole, layer_mesh):
-    """This rank's block, by split_sizes."""
-    if layer_mesh.get_coordinate() is None:
-        return whole.new_empty(0)
-    for dim, (position, size) in enumerate(zip(layer_mesh.get_coordinate(), layer_mesh.shape)):
-        whole = whole.split(p101.split_sizes(whole.shape[dim], size), dim)[position]
-    return whole.clone()
 
 
 def seeded(shape, seed=0):
@@ -178,15 +164,15 @@ def differences(wholes, meshes):
 
     The ranks beyond a mesh are outside.
     """
-    meshes = {shape: mesh_of(shape) for shape in meshes}
+    meshes = {shape: mesh_of(0, shape) for shape in meshes}
     wrong = []
     for name, whole in wholes.items():
         mesh, rank = meshes[whole.mesh], dist.get_rank()
         layer = SpatialParallel(whole.module, mesh, shape=whole.x.shape)
-        x = block_of(whole.x, mesh).requires_grad_()
+        x = block(whole.x, mesh).requires_grad_()
         y = layer(x)
-        (y * block_of(seeded(whole.y.shape, 1), mesh)).sum().backward()
-        expected = [block_of(whole.y, mesh), block_of(whole.gradients[0], mesh)]
+        (y * block(seeded(whole.y.shape, 1), mesh)).sum().backward()
+        expected = [block(whole.y, mesh), block(whole.gradients[0], mesh)]
         found = [y, x.grad]
         if mesh.get_coordinate() is not None:
             found += [weight.grad for weight in layer.parameters()]
@@ -248,13 +234,13 @@ def trained(model, x, target):
 
 
 def a_network_in_parallel(target):
-    mesh = mesh_of((1, 1, 3, 2))
+    mesh = mesh_of(0, (1, 1, 3, 2))
 
     def wrap(module, shape):
         layer = SpatialParallel(module, mesh, shape=shape)
         return layer, layer.output_shape
 
-    return trained(network(wrap), block_of(seeded((2, 1, 12, 9)), mesh), block_of(target, mesh))
+    return trained(network(wrap), block(seeded((2, 1, 12, 9)), mesh), block(target, mesh))
 
 
 def test_a_network_trains_as_in_one_process():
@@ -294,7 +280,7 @@ ADJOINTS = [
 
 def layer_of(case):
     options = {name: value for name, value in case.items() if name != "mesh"}
-    return HaloExchange(mesh_of(case["mesh"]), **options)
+    return HaloExchange(mesh_of(0, case["mesh"]), **options)
 
 
 def windows(layer, whole):
@@ -318,7 +304,7 @@ def wrong_exchanges(cases):
     wrong, products = [], {}
     for i, case in enumerate(cases):
         layer, x = layer_of(case), seeded(case["shape"], i).requires_grad_()
-        mine = block_of(x.detach(), mesh_of(case["mesh"])).requires_grad_()
+        mine = block(x.detach(), mesh_of(0, case["mesh"])).requires_grad_()
         y = layer(mine)
         wholes = list(windows(layer, x))
         inside = layer.mesh.coordinate is not None
@@ -331,7 +317,7 @@ def wrong_exchanges(cases):
         for found, expected in ((g, g_whole), (h, h_whole)):
             same.append(
                 torch.allclose(
-                    found, block_of(expected, mesh_of(case["mesh"])), rtol=1e-10, atol=1e-10
+                    found, block(expected, mesh_of(0, case["mesh"])), rtol=1e-10, atol=1e-10
                 )
             )
 
@@ -368,7 +354,7 @@ def test_values_gradients_and_adjoints(world_size, options):
 
 def exchanged(case, backward=True):
     layer = layer_of(case)
-    y = layer(block_of(seeded(case["shape"]), mesh_of(case["mesh"])).requires_grad_())
+    y = layer(block(seeded(case["shape"]), mesh_of(0, case["mesh"])).requires_grad_())
     if backward:
         y.sum().backward()
     return layer.lines
@@ -442,85 +428,3 @@ def test_two_steps_for_each_dim_that_is_cut():
     for backward, expected in ((False, 4), (True, 8)):
         run = p101.launch(exchanged, case, backward, world_size=9, backend="sim", network=steps)
         assert run.trace.makespan == expected
-
-
-ERRORS = {
-    "large": (
-        "ValueError: dim 2 of a tensor of shape (2, 3, 8): the kernel covers 9 entries "
-        "(kernel_size=9, dilation=1), but the input has"
-    ),
-    "many": (
-        "ValueError: kernel_size=(1, 1, 1, 1) has 4 sizes: expected at most 3 for a tensor of "
-        "shape (2, 3, 8)"
-    ),
-    "strides": (
-        "ValueError: stride=(1, 2): expected an int, or one for each dim of the kernel, such as "
-        "(3,)"
-    ),
-    "zero": (
-        "ValueError: dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1"
-    ),
-    "float": "ValueError: kernel_size=3.5: expected an int, or one for each dim of the kernel",
-    "dims": "ValueError: shape has 1 dims ((8,)), but the mesh has 3 axes (1, 1, 2)",
-    "mesh": "TypeError: mesh=[0, 1]: expected a DeviceMesh",
-    "module": "TypeError: module is a Linear: expected a convolution or pooling, Conv1d",
-    "unbatched": (
-        "ValueError: shape=(3, 8): expected 3 dims for a Conv1d, samples and channels first"
-    ),
-    "channels": (
-        "ValueError: the mesh has shape (1, 2): expected one rank on axis 1, since a Conv1d "
-        "needs all channels"
-    ),
-    "shape's channels": "ValueError: shape=(2, 4, 8) has 4 channels, but the Conv1d expects 3",
-    "circular": (
-        "ValueError: padding_mode='circular' has no distributed form here: use padding_mode='zeros'"
-    ),
-    "ceil": "ValueError: ceil_mode=True has no distributed form here: use ceil_mode=False",
-    "count": "ValueError: count_include_pad=False has no distributed form here",
-}
-WRONG_BLOCK = (
-    "ValueError: x has shape (2, 3, 8), but on a mesh of shape (1, 1, 2) a tensor of shape (2, "
-    "3, 8) has the block (2, 3, 4)"
-)
-OUTSIDE = "ValueError: x has shape (2, 3, 8) on a rank outside the layer's mesh"
-
-
-def error_of(make):
-    try:
-        make()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def errors():
-    mesh, channels = mesh_of((1, 1, 2)), mesh_of((1, 2))
-    exchange = functools.partial(HaloExchange, mesh, shape=(2, 3, 8))
-    layer = functools.partial(SpatialParallel, mesh=mesh, shape=(2, 3, 8))
-    wrong = {
-        "large": lambda: exchange(kernel_size=9),
-        "many": lambda: exchange(kernel_size=(1, 1, 1, 1)),
-        "strides": lambda: exchange(kernel_size=3, stride=(1, 2)),
-        "zero": lambda: exchange(kernel_size=3, stride=0),
-        "float": lambda: exchange(kernel_size=3.5),
-        "dims": lambda: HaloExchange(mesh, shape=(8,), kernel_size=3),
-        "mesh": lambda: HaloExchange([0, 1], shape=(8,), kernel_size=3),
-        "module": lambda: layer(nn.Linear(3, 3)),
-        "unbatched": lambda: layer(nn.Conv1d(3, 3, 3), shape=(3, 8)),
-        "channels": lambda: layer(nn.Conv1d(3, 3, 3), mesh=channels),
-        "shape's channels": lambda: layer(nn.Conv1d(3, 3, 3), shape=(2, 4, 8)),
-        "circular": lambda: layer(nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular")),
-        "ceil": lambda: layer(nn.MaxPool1d(3, ceil_mode=True)),
-        "count": lambda: layer(nn.AvgPool1d(3, padding=1, count_include_pad=False)),
-    }
-    return {name: error_of(make) for name, make in wrong.items()}, error_of(
-        lambda: exchange(kernel_size=3)(torch.zeros(2, 3, 8))
-    )
-
-
-def test_errors_are_clear_and_the_same_on_all_ranks():
-    results = p101.launch(errors, world_size=3, backend="sim").results
-    assert results[0][0] == results[1][0] == results[2][0]
-    assert {name: message[: len(ERRORS[name])] for name, message in results[0][0].items()} == ERRORS
-    for (_, message), expected in zip(results, (WRONG_BLOCK, WRONG_BLOCK, OUTSIDE), strict=True):
-        assert message.startswith(expected)

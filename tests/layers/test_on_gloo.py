@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import parallel101 as p101
-from tests.layers.cases import check
 from tests.layers.test_batch_norm import differences
 from tests.layers.test_layers import wrong_on_a_box
 from tests.layers.test_partitions import wrong_between_two_meshes, wrong_repartitions
@@ -28,10 +27,9 @@ def everything():
         wrong_on_a_box((2, 2), [(4, 2, 3), (3, 5), (1, 3)]),
         wrong_between_two_meshes(ROOTS_AND_MESH),
         wrong_repartitions(SOURCE_AND_TARGET),
-        (differences(BATCHES), {"BatchNorm": (0, 0)}),
+        differences(BATCHES),
     )
 
 
 def test_all_layers_on_gloo():
-    for results in zip(*p101.launch(everything, world_size=5).results):
-        check(results)
+    assert p101.launch(everything, world_size=5).results == [([], [], [], [])] * 5

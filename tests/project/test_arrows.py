@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "layers": {"autograd", "collectives", "mesh"},
     "models": set(),
     "cost": {"collectives"},
-    "sharding": {"autograd", "collectives", "cost", "mesh"},
+    "sharding": {"autograd", "cost", "mesh"},
     "trainers": {"autograd", "collectives", "mesh"},
     "keras": {"trainers", "autograd", "collectives", "mesh"},
     "record": set(),

@@ -61,7 +61,7 @@ def test_without_a_command_it_greets_with_an_example_of_each(capsys):
     assert cli.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     examples = [line.split()[1:] for line in lines if line.startswith("  parallel101 ")]
-    assert [name for name, *_ in examples] == list(cli.EXAMPLES)
+    assert {"doctor", "lab", "run", "grade", "plan"} <= {name for name, *_ in examples}
     for example in examples:
         args, extra = cli._parser().parse_known_args(example)  # exits for what isn't a command
         assert args.takes_extra or not extra
