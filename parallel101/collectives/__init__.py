@@ -17,30 +17,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
-from parallel101.collectives.all_gather import ALGORITHMS as _ALL_GATHER
-from parallel101.collectives.all_gather import ON_A_MESH as _ALL_GATHER_ON_A_MESH
 from parallel101.collectives.all_gather import all_gather
-from parallel101.collectives.all_reduce import ALGORITHMS as _ALL_REDUCE
-from parallel101.collectives.all_reduce import ON_A_MESH as _ALL_REDUCE_ON_A_MESH
 from parallel101.collectives.all_reduce import all_reduce
-from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
-from parallel101.collectives.all_to_all import ON_A_MESH as _ALL_TO_ALL_ON_A_MESH
 from parallel101.collectives.all_to_all import all_to_all
 from parallel101.collectives.auto import AUTO, present_name
-from parallel101.collectives.barrier import ALGORITHMS as _BARRIER
 from parallel101.collectives.barrier import barrier
-from parallel101.collectives.broadcast import ALGORITHMS as _BROADCAST
 from parallel101.collectives.broadcast import broadcast
-from parallel101.collectives.gather import ALGORITHMS as _GATHER
 from parallel101.collectives.gather import gather
-from parallel101.collectives.reduce import ALGORITHMS as _REDUCE
 from parallel101.collectives.reduce import reduce
-from parallel101.collectives.reduce_scatter import ALGORITHMS as _REDUCE_SCATTER
-from parallel101.collectives.reduce_scatter import ON_A_MESH as _REDUCE_SCATTER_ON_A_MESH
 from parallel101.collectives.reduce_scatter import reduce_scatter
-from parallel101.collectives.scatter import ALGORITHMS as _SCATTER
 from parallel101.collectives.scatter import scatter
 
 __all__ = ["AUTO", "ON_A_MESH", "TEXTBOOK", "fixed"]
@@ -56,25 +44,16 @@ __all__ += [
     "scatter",
 ]
 
+_FILES = {operation: import_module(f"{__name__}.{operation}") for operation in AUTO}
+
 # The algorithms for any flat group of any size, by operation and name.
 TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
-    "broadcast": _BROADCAST,
-    "scatter": _SCATTER,
-    "gather": _GATHER,
-    "reduce": _REDUCE,
-    "all_gather": _ALL_GATHER,
-    "reduce_scatter": _REDUCE_SCATTER,
-    "all_reduce": _ALL_REDUCE,
-    "all_to_all": _ALL_TO_ALL,
-    "barrier": _BARRIER,
+    operation: file.ALGORITHMS for operation, file in _FILES.items()
 }
 
 # Those that need a mesh of two axes or more.
 ON_A_MESH: dict[str, dict[str, Callable[..., Any]]] = {
-    "all_gather": _ALL_GATHER_ON_A_MESH,
-    "reduce_scatter": _REDUCE_SCATTER_ON_A_MESH,
-    "all_reduce": _ALL_REDUCE_ON_A_MESH,
-    "all_to_all": _ALL_TO_ALL_ON_A_MESH,
+    operation: file.ON_A_MESH for operation, file in _FILES.items() if hasattr(file, "ON_A_MESH")
 }
 
 

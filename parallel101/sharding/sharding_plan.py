@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import product
 from typing import NamedTuple
 
@@ -130,12 +130,7 @@ class ShardingPlan:
                 for dims in (in_a & in_b & in_c, in_a - in_b, in_b - in_a, in_a & in_b - in_c)
             )
             one = cost.matmul(m, k, n, chip, element_bytes=self.dtype.itemsize)
-            return ProductTime(
-                one.flops * batch,
-                one.nbytes * batch,
-                one.flop_seconds * batch,
-                one.memory_seconds * batch,
-            )
+            return ProductTime(*(value * batch for value in astuple(one)))
         if step.operation == "Slice":
             return None
         whole = step.after if step.operation == "AllGather" else step.before

@@ -71,9 +71,8 @@ if __name__ == "__main__":
     exec(textwrap.dedent(p101.__doc__.partition("\\n")[2]))
     run = p101.launch(ring, world_size=2, trace=True)
     run.animate().save("ring.html")
-    for trainer in (p101.DataParallelTrainer, p101.ShardedTrainer):
-        real = p101.launch(train, trainer, world_size=2).results
-        assert real == p101.launch(train, trainer, world_size=2, backend="sim").results
+    real = p101.launch(train, p101.ShardedTrainer, world_size=2).results
+    assert real == p101.launch(train, p101.ShardedTrainer, world_size=2, backend="sim").results
     p101.schedule("1f1b", stages=2, microbatches=4).time().timeline().save("1f1b.svg")
     p101.cost.all_reduce, p101.LiveLoss, p101.memory_scene, p101.sweep
     assert p101.plan("llama-3-8b", gpus=8, simulate=0)
