@@ -29,7 +29,7 @@ from parallel101.trainers.gradient_sync import GradientSync, together
 from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
 from parallel101.trainers.recompute import and_its_repetitions
-from parallel101.trainers.schedules.actions import Action
+from parallel101.trainers.schedules.actions import Action, awaits, partner
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -156,14 +156,13 @@ class Pipeline:
 
     def receive(self, action: Action) -> Tensor | None:
         """Return an action's input: the output of the stage before, or the gradient of its own."""
-        stage, kind, i = action[:3]
-        if kind == "W" or stage == (0 if kind == "F" else self.last_stage):
+        send = awaits(action, self.last_stage + 1)
+        if send is None:
             return None
-        sender = Action(stage - 1, "SEND_F", i) if kind == "F" else Action(stage + 1, "SEND_B", i)
-        if sender.stage not in self.parts:
-            return self.messages.take(Action(stage, "RECV_F" if kind == "F" else "RECV_B", i))
-        result = self.results.pop(sender)  # from this rank: nothing is sent
-        return result.clone() if kind == "F" else result  # a stage may change its input in place
+        if send.stage not in self.parts:
+            return self.messages.take(partner(send))
+        result = self.results.pop(send)  # from this rank: nothing is sent
+        return result.clone() if action.kind == "F" else result  # a stage may change it in place
 
     def forward(self, stage: int, i: int, arrived: Tensor | None) -> None:
         x = inputs = self.inputs[i]

@@ -30,7 +30,7 @@ from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.tensor_group import Entered, TensorGroup
-from parallel101.trainers.weight_gradients import WeightGradients, positions, split_backward
+from parallel101.trainers.weight_gradients import Linear, WeightGradients, split_backward
 
 
 class SumBackward(Function):
@@ -70,25 +70,6 @@ class SumForward(Function):
         return ctx.tp.gather(g, ctx.times), None  # g itself: no message
 
 
-class Column(Function):
-    """y = x Wᵀ + b, with this rank's rows of W and b. `kept`: x, or what x is gathered from."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Linear, kept: Tensor, inputs: Entered) -> Tensor:
-        ctx.save_for_backward(kept, layer.weight)
-        ctx.layer, ctx.inputs = layer, inputs
-        return F.linear(x, layer.weight, layer.bias).data  # not a view: y may be changed in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        (kept, W), layer, later = ctx.saved_tensors, ctx.layer, ctx.inputs.later
-        rows, x = positions(g), ctx.inputs.whole(kept)  # (batch · time, features)
-        later.add(layer.weight, lambda: rows.t() @ positions(x).to(g.dtype))  # ∂W = gᵀ x
-        later.add(layer.bias, lambda: rows.sum(0))  # ∂b
-        return g @ W.to(g.dtype), None, None, None  # a part of ∂x: SumBackward adds up the ranks'
-
-
 # ── layers: what takes the place of the forward of an nn.Linear or nn.Embedding that is cut ──
 
 
@@ -110,7 +91,8 @@ def column_linear(
     if inputs is None or not deferred:
         y = F.linear(whole, layer.weight, layer.bias)
     else:
-        y = Column.apply(whole, layer, x.detach() if inputs.regather else whole, inputs)
+        parameters, kept = (layer.weight, layer.bias), x.detach() if inputs.regather else whole
+        y = Linear.apply(whole, parameters, inputs.later, None, kept, inputs.whole)
     return y if join is None else tp.join(y, join)
 
 

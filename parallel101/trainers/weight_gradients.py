@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from parallel101.trainers.function_mode import Replacing
 
@@ -102,28 +103,40 @@ def linear(
     """Return F.linear, which leaves its weight gradient for later if its weights are parameters."""
     parameters = isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
     if parameters and weight.requires_grad and torch.is_grad_enabled():
-        return _Linear.apply(input, anchor, (weight, bias), later)
+        return Linear.apply(input, (weight, bias), later, anchor)
     return F.linear(input, weight, bias)
 
 
-class _Linear(Function):
-    """F.linear. The parameters are not inputs of this node: autograd would call their hooks after
-    its backward. The anchor gives it a backward if x needs no gradient.
+class Linear(Function):
+    """y = x Wᵀ + b, which leaves ∂W and ∂b for later. The parameters are not inputs of this node:
+    autograd would call their hooks after its backward.
+
+    The anchor gives it a backward if x needs no gradient. If it keeps something else than x,
+    `again` makes x of that.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, parameters: Any, later: Any) -> Tensor:
-        ctx.save_for_backward(x, parameters[0])
-        ctx.parameters, ctx.later = parameters, later
-        return F.linear(x, *parameters).data  # not a view, so an operation in place may follow
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parameters: tuple[nn.Parameter, nn.Parameter | None],
+        later: WeightGradients,
+        anchor: Tensor | None = None,
+        kept: Tensor | None = None,
+        again: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> Tensor:
+        ctx.save_for_backward(x if kept is None else kept, parameters[0])
+        ctx.parameters, ctx.later, ctx.again = parameters, later, again
+        return F.linear(x, *parameters).data  # not a view: y may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        rows, inputs = positions(g), positions(x)
-        ctx.later.add(ctx.parameters[0], lambda: rows.t() @ inputs.to(rows.dtype))
-        ctx.later.add(ctx.parameters[1], lambda: rows.sum(0))
-        return g @ weight.to(g.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (kept, W), (weight, bias) = ctx.saved_tensors, ctx.parameters
+        rows, x = positions(g), ctx.again(kept)  # (batch · time, features)
+        ctx.later.add(weight, lambda: rows.t() @ positions(x).to(g.dtype))  # ∂W = gᵀ x
+        ctx.later.add(bias, lambda: rows.sum(0))  # ∂b
+        return g @ W.to(g.dtype) if ctx.needs_input_grad[0] else None, *[None] * 5  # ∂x = g W
 
 
 def positions(x: Tensor) -> Tensor:
