@@ -177,38 +177,46 @@ def test_nothing_unmasked_adds_nothing():
 # ── what is sent ──
 
 
-def one_step(attention, heads, kv_heads, layout, causal=True, known=True, dtype=torch.float64):
-    """Forward and backward of 8 positions, each in its span."""
+def passes(steps):
+    """Forward and backward of 8 positions in each way, each in its span."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(0)
-    sizes = time_sizes(8, n, layout)
-    counts = heads, kv_heads, kv_heads
-    q, k, v = (torch.randn(1, c, sizes[rank], 4, dtype=dtype, requires_grad=True) for c in counts)
-    sizes = sizes if known else None
-    with p101.span("forward"):
-        y = ATTENTIONS[attention](q, k, v, causal=causal, layout=layout, sizes=sizes)
-    p101.compute(0.5)  # so that the two spans have no moment in common
-    with p101.span("backward"):
-        y.backward(y.detach())
+    for i, (attention, heads, kv_heads, layout, options) in enumerate(steps):
+        options = {"known": True, "causal": True, "dtype": torch.float64, **options}
+        torch.manual_seed(0)
+        sizes = time_sizes(8, n, layout)
+        q, k, v = (
+            torch.randn(1, c, sizes[rank], 4, dtype=options["dtype"], requires_grad=True)
+            for c in (heads, kv_heads, kv_heads)
+        )
+        told = {"sizes": sizes if options["known"] else None, "causal": options["causal"]}
+        p101.compute(0.5)  # so that two spans have no moment in common
+        with p101.span(f"forward {i}"):
+            y = ATTENTIONS[attention](q, k, v, layout=layout, **told)
+        p101.compute(0.5)
+        with p101.span(f"backward {i}"):
+            y.backward(y.detach())
 
 
-def sent(n, *arguments, **options):
-    """The sends of forward and of backward, by rank."""
+def sent(n, *steps):
+    """Of each step, the sends of forward and of backward, by rank."""
     where = {"world_size": n, "network": p101.Network(latency=1.0), **SIM}
-    trace = p101.launch(one_step, *arguments, **options, **where).trace
-    for name in ("forward", "backward"):
+    trace = p101.launch(passes, steps, **where).trace
+    sends = [e for e in trace.events if e.kind == "send"]
+
+    def inside(name):
         spans = {span.rank: span for span in trace.spans(name)}
-        sends = [e for e in trace.events if e.kind == "send"]
-        inside = [e for e in sends if spans[e.rank].start <= e.posted <= spans[e.rank].end]
-        yield [[e for e in inside if e.rank == rank] for rank in range(n)]
+        within = [e for e in sends if spans[e.rank].start <= e.posted <= spans[e.rank].end]
+        return [[e for e in within if e.rank == rank] for rank in range(n)]
+
+    return [(inside(f"forward {i}"), inside(f"backward {i}")) for i in range(len(steps))]
 
 
 def test_exchanges_of_ring_attention():
     """n − 1 forward, and n − 1 + n backward; to the next rank, whatever the mask leaves."""
     n = 3
-    for layout in LAYOUTS:
+    for layout, passes in zip(LAYOUTS, sent(n, *(("ring", 2, 1, x, {}) for x in LAYOUTS))):
         sizes = time_sizes(8, n, layout)
-        for rank, (forward, backward) in enumerate(zip(*sent(n, "ring", 2, 1, layout))):
+        for rank, (forward, backward) in enumerate(zip(*passes)):
             assert {event.peer for event in forward + backward} == {(rank + 1) % n}
             # k and v of 1 head, of width 4: those of this rank first, then those of the one before
             kv = [2 * sizes[rank - step] * 4 * 8 for step in range(n)]
@@ -217,24 +225,25 @@ def test_exchanges_of_ring_attention():
 
 
 def test_lengths_are_told_only_if_they_are_not_known():
-    for attention, known in product(ATTENTIONS, (True, False)):
-        forward, _ = sent(4, attention, 4, 4, "contiguous", known=known)
+    cases = list(product(ATTENTIONS, (True, False)))
+    steps = [(attention, 4, 4, "contiguous", {"known": known}) for attention, known in cases]
+    for (_, known), (forward, _) in zip(cases, sent(4, *steps)):
         lengths = [[event.nbytes for event in events if event.nbytes <= 16] for events in forward]
         assert [sum(of_rank) for of_rank in lengths] == [0 if known else 24] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("n", "heads", "kv_heads"), [(1, 2, 2), (2, 2, 2), (4, 4, 4), (4, 16, 4)])
-def test_bytes_equal_the_closed_forms(n, heads, kv_heads, dtype):
-    of = AttentionShape(n, 8, heads, kv_heads, 4, itemsize=dtype.itemsize)
-    ring, ulysses = ring_attention_bytes(of), ulysses_bytes(of)
-    for attention, cost, causal in (
-        ("ring", ring, True),
-        ("ring", ring, False),
-        ("ulysses", ulysses, True),
-    ):
-        found = sent(n, attention, heads, kv_heads, "zigzag", causal, dtype=dtype)
-        for of_pass, expected in zip(found, (cost.forward, cost.backward)):
+def test_bytes_equal_the_closed_forms(n, heads, kv_heads):
+    ways = ("ring", True), ("ring", False), ("ulysses", True)
+    cases = [(*way, dtype) for way in ways for dtype in (torch.float64, torch.bfloat16)]
+    steps = [
+        (attention, heads, kv_heads, "zigzag", {"causal": causal, "dtype": dtype})
+        for attention, causal, dtype in cases
+    ]
+    for (attention, _, dtype), of_passes in zip(cases, sent(n, *steps)):
+        shape = AttentionShape(n, 8, heads, kv_heads, 4, itemsize=dtype.itemsize)
+        cost = ring_attention_bytes(shape) if attention == "ring" else ulysses_bytes(shape)
+        for of_pass, expected in zip(of_passes, (cost.forward, cost.backward)):
             assert [sum(event.nbytes for event in events) for events in of_pass] == [expected] * n
 
 
