@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.tensor_group import Entered, TensorGroup
+from parallel101.trainers.tensor.tensor_group import TensorGroup
 from parallel101.trainers.weight_gradients import Linear, WeightGradients, split_backward
 
 
@@ -87,23 +87,26 @@ def column_linear(
         deferred: False for a weight that is tied: autograd adds up its gradients.
         join: the ranks' parts of the outputs, to gather them.
     """
-    whole, inputs = tp.once(x, partial(enter, tp))
-    if inputs is None or not deferred:
+    whole, shared = tp.once(x, partial(enter, tp))
+    if shared is None or not deferred:
         y = F.linear(whole, layer.weight, layer.bias)
     else:
-        parameters, kept = (layer.weight, layer.bias), x.detach() if inputs.regather else whole
-        y = Linear.apply(whole, parameters, inputs.later, None, kept, inputs.whole)
+        later, kept, again = shared
+        y = Linear.apply(whole, (layer.weight, layer.bias), later, None, kept, again)
     return y if join is None else tp.join(y, join)
 
 
-def enter(tp: TensorGroup, x: Tensor) -> tuple[Tensor, Entered | None]:
-    """Return x for all column layers that have this input, and what they share in backward."""
+def enter(tp: TensorGroup, x: Tensor) -> tuple[Tensor, Any]:
+    """Return x for all column layers that have this input; and where they leave their ∂W, what
+    they keep of x, and how backward makes x of that.
+    """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return tp.gather(x, tp.times), None
     split = split_backward()  # if there is one, the schedule says when ∂W is computed
     later = WeightGradients() if split is None else split
     whole = SumBackward.apply(x, tp, later if split is None else None)
-    return whole, Entered(tp, later)
+    kept = (x.detach(), tp.gather_again()) if tp.regather else (whole, lambda x: x)
+    return whole, (later, *kept)
 
 
 def row_linear(layer: nn.Linear, x: Tensor, *, tp: TensorGroup) -> Tensor:

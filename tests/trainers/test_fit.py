@@ -1,5 +1,5 @@
-"""Fit and what it tells: losses, histories, progress, who holds what; evaluations; learning-rate
-schedulers; batches that differ between ranks.
+"""Fit and what it tells: losses, histories, progress; evaluations; learning-rate schedulers;
+batches that differ between ranks.
 """
 
 from __future__ import annotations
@@ -71,26 +71,6 @@ def test_history_tells_and_plots(capsys):
     assert "3/3" not in capsys.readouterr().err
     of_text = TRAINERS["naive"](gpt(), next_token_loss, adamw)
     assert "tokens/s" in repr(of_text.fit([text(0)], progress=False))
-
-
-def holdings():
-    trainer = build()
-    empty = trainer.describe()
-    trainer.step(*trainer.share(batch(0)))
-    return empty.bytes, trainer.describe().bytes, str(trainer.describe())
-
-
-def test_describe_says_who_holds_what():
-    weights = 8 * (4 * 8 + 8 + 8 * 4 + 4)
-    for empty, held, table in p101.launch(holdings, world_size=2, backend="sim").results:
-        assert empty == {"weights": [weights] * 2, "gradients": [0, 0], "optimizer state": [0, 0]}
-        assert held == {
-            "weights": [weights] * 2,
-            "gradients": [weights] * 2,
-            "optimizer state": [2 * weights + 4 * 4] * 2,
-        }
-        assert "rank 1" in table
-        assert "4 gradients, all-reduced in buckets during backward" in table
 
 
 def told():

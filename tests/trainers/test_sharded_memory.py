@@ -12,6 +12,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel101 as p101
@@ -27,13 +28,10 @@ ALL_WEIGHTS = DEPTH * 4 * WIDTH * WIDTH  # without biases
 
 
 def trainer(zero_stage, **options):
-    return p101.ShardedTrainer(
-        MLP([WIDTH] * (DEPTH + 1)),
-        F.mse_loss,
-        torch.optim.AdamW,
-        zero_stage=zero_stage,
-        verify=False,
-        **options,
+    model = MLP([WIDTH] * (DEPTH + 1))
+    ranks = dist.get_world_size()
+    return on_mesh(f"dp {ranks}")(
+        *(model, F.mse_loss, torch.optim.AdamW), zero_stage=zero_stage, **options
     )
 
 
@@ -47,26 +45,30 @@ def step(trainer, batch=(X, X)):
 
 def test_weights_gradients_and_optimizer_state_fall_to_one_nth():
     """ZeRO's table 1 in float32: 4 + 4 + 8/n, 4 + 4/n + 8/n, 4/n + 4/n + 8/n bytes a parameter."""
-    n = 3
+    n, kinds = 3, {"weights": (1, 3), "gradients": (1, 2), "optimizer state": (2, 1)}
 
     def held():
-        return {stage: step(trainer(stage, bucket_bytes=LAYER)) for stage in (1, 2, 3)}
+        before = trainer(0).describe().bytes
+        return before, [step(trainer(stage, bucket_bytes=LAYER)) for stage in range(4)]
 
-    for found in p101.launch(held, world_size=n, backend="sim").results:
-        for stage, holdings in found.items():
-            share = {kind: [count / ALL for count in of] for kind, of in holdings.bytes.items()}
-            for kind, least in (("weights", 3), ("gradients", 2)):
-                expected = [1 if stage < least else 1 / n] * n
-                assert share[kind] == pytest.approx(expected, rel=1e-3)
-            # and a few counts of steps
-            assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01)
+    for before, by_stage in p101.launch(held, world_size=n, backend="sim").results:
+        assert before == {"weights": [ALL] * n, "gradients": [0] * n, "optimizer state": [0] * n}
+        for stage, holdings in enumerate(by_stage):
+            for kind, (whole, least) in kinds.items():
+                share = whole if stage < least else whole / n
+                # and a few counts of steps
+                assert holdings.bytes[kind] == pytest.approx([share * ALL] * n, rel=0.01)
+        for stage, holdings in enumerate(by_stage[1:], 1):
             two_layers = 0 if stage < 3 else 2 * LAYER
             assert holdings.bytes["gathered (peak)"] == [two_layers] * n
             # two layers' that leave and one's that is packed
             for most in holdings.bytes["gradients in flight (peak)"]:
                 assert 0 < most <= 3.2 * LAYER
-        assert f"{found[3].bytes['weights'][0] / 1000:.1f} kB" in str(found[3])
-        assert "stage 3, in 6 layers" in str(found[3])
+        words = "rank 1", "12 gradients, all-reduced in buckets during backward"
+        assert all(word in str(by_stage[0]) for word in words)
+        table = str(by_stage[3])
+        assert f"{by_stage[3].bytes['weights'][0] / 1000:.1f} kB" in table
+        assert "stage 3, in 6 layers" in table
 
 
 def gathered(*args):

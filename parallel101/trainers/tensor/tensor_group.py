@@ -25,33 +25,8 @@ from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatte
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.spans import wait_span
-from parallel101.trainers.weight_gradients import WeightGradients
 
 TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)
-
-
-class Entered:
-    """The state that column layers with the same input share in backward.
-
-    Attributes:
-        later: where their weight gradients wait.
-        regather: whether they keep the input as it is cut along time.
-    """
-
-    def __init__(self, tp: TensorGroup, later: WeightGradients):
-        self.tp, self.times, self.later, self.regather = tp, tp.times, later, tp.regather
-        self.gathered: Callable[[], Tensor | None] = lambda: None
-
-    def whole(self, kept: Tensor) -> Tensor:
-        """Return the input, from what was kept: gathered once, and held by those that use it."""
-        if not self.regather:
-            return kept
-        x = self.gathered()
-        if x is None:
-            with wait_span("gather again"):
-                x = self.tp.gather(kept, self.times)
-            self.gathered = weakref.ref(x)
-        return x
 
 
 class TensorGroup:
@@ -92,6 +67,23 @@ class TensorGroup:
         if not self.in_time:
             return x
         return collectives.all_gather(x, TIME, sizes=list(times), **self.options["all_gather"])
+
+    def gather_again(self) -> Callable[[Tensor], Tensor]:
+        """Return a function that gathers, in backward, what column layers with the same input have
+        kept of it: once, and held by those that use it.
+        """
+        times, known = self.times, None
+
+        def again(kept: Tensor) -> Tensor:
+            nonlocal known
+            x = None if known is None else known()
+            if x is None:
+                with wait_span("gather again"):
+                    x = self.gather(kept, times)
+                known = weakref.ref(x)
+            return x
+
+        return again
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of what the ranks' row layers computed, or this rank's times of it."""
