@@ -37,6 +37,11 @@ class ReshardStep(NamedTuple):
     cut: int | None = None  # the dim that gains them
 
     @property
+    def dim(self) -> int:
+        """The dim along which blocks are cut or joined; 0 for AllReduce."""
+        return self.joined or 0 if self.cut is None else self.cut
+
+    @property
     def title(self) -> str:
         """The name of the step, such as AllGather_X or ReduceScatter_{X,K}."""
         axes = (
@@ -150,49 +155,53 @@ def rounds(step: ReshardStep, mesh: Mapping[str, int]) -> int:
     }[step.operation]
 
 
+def rings(
+    step: ReshardStep, n: int, mesh: Mapping[str, int], at: Mapping[str, int]
+) -> Iterator[tuple[str, bool, list[int]]]:
+    """Yield the rings of a step in order: the axis, whether it gathers, and its blocks' sizes.
+
+    n elements are reduce-scattered along one axis after the other, or gathered to n in the opposite
+    order; an AllReduce does both.
+    """
+    cut = [
+        (axis, split_sizes(size(interval(n, step.axes[:k], mesh, at)), mesh[axis]))
+        for k, axis in enumerate(step.axes)
+    ]
+    if step.operation in ("ReduceScatter", "AllReduce"):
+        yield from ((axis, False, blocks) for axis, blocks in cut)
+    if step.operation in ("AllGather", "AllReduce"):
+        yield from ((axis, True, blocks) for axis, blocks in reversed(cut))
+
+
+def whole_of(
+    step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
+) -> list[int]:
+    """Return the shape of the larger of the two blocks that a rank has before and after a step."""
+    array = step.after if step.operation == "AllGather" else step.before
+    return [size(part) for part in array.block(sizes, mesh, at)]
+
+
 def sent_in(
     step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
 ) -> int:
     """Return the elements that the rank at these coordinates sends in a step."""
-    extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
-    n = math.prod(extents)
-    if step.operation == "AllReduce":
-        return ring_sent(n, step.axes, mesh, at, gather=False) + ring_sent(
-            n, step.axes, mesh, at, gather=True
-        )
-    if step.operation == "ReduceScatter":
-        assert step.cut is not None
-        return (
-            n
-            // max(extents[step.cut], 1)
-            * ring_sent(extents[step.cut], step.axes, mesh, at, gather=False)
-        )
-    if step.operation == "AllGather":
-        assert step.joined is not None
-        whole = step.after.block(sizes, mesh, at)[step.joined]
-        row = math.prod(extent for d, extent in enumerate(extents) if d != step.joined)
-        return row * ring_sent(whole.stop - whole.start, step.axes, mesh, at, gather=True)
+    whole = whole_of(step, sizes, mesh, at)
+    n, row = math.prod(whole), 1
+    if step.operation != "AllReduce":
+        n, row = whole[step.dim], math.prod(whole[: step.dim] + whole[step.dim + 1 :])
     if step.operation == "AllToAll":
-        assert step.cut is not None
-        own = interval(extents[step.cut], step.axes, mesh, at)
-        return n - n // max(extents[step.cut], 1) * (own.stop - own.start)
-    return 0
+        return row * (n - size(interval(n, step.axes, mesh, at)))
+    # a ring sends every block but one: a reduce-scatter not the rank's own, an all-gather not its
+    # right neighbour's
+    return row * sum(
+        sum(blocks) - blocks[(at[axis] + gathers) % mesh[axis]]
+        for axis, gathers, blocks in rings(step, n, mesh, at)
+    )
 
 
-def ring_sent(
-    n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int], gather: bool
-) -> int:
-    """Return the elements that a rank sends in rings along one axis after the other.
-
-    n elements are split over the axes, or gathered to n. A ring sends every block but one:
-    reduce-scatter not the rank's own, all-gather not its right neighbour's.
-    """
-    sent = 0
-    for axis in axes:
-        blocks = split_sizes(n, mesh[axis])
-        sent += n - blocks[(at[axis] + gather) % mesh[axis]]
-        n = blocks[at[axis]]
-    return sent
+def size(part: slice) -> int:
+    """Return the number of elements in a slice."""
+    return part.stop - part.start
 
 
 # ── How a rank runs it
@@ -222,48 +231,33 @@ def apply(
     def along(*axes: str) -> Group:
         return group.along(*(names.index(axis) for axis in axes))
 
-    if step.operation == "AllGather":
-        for axis in reversed(step.axes):  # the innermost axis first: its blocks are neighbours
-            dim = step.joined or 0
-            whole = interval(sizes[step.before.dims[dim]], outside(step, axis), mesh, at)
-            shards = split_sizes(whole.stop - whole.start, mesh[axis])
-            x = all_gather(x, dim, group=along(axis), sizes=shards, algorithm="ring")
-    elif step.operation == "ReduceScatter":
-        for axis in step.axes:
-            x = reduce_scatter(x, step.cut or 0, group=along(axis), algorithm="ring")
-    elif step.operation == "AllReduce" and len(step.axes) == 1:
-        x = all_reduce(x, group=along(*step.axes), algorithm="ring")
-    elif step.operation == "AllReduce":
-        flat, split = x.reshape(-1), []
-        for axis in step.axes:
-            split.append((axis, split_sizes(flat.numel(), mesh[axis])))
-            flat = reduce_scatter(flat, group=along(axis), algorithm="ring")
-        for axis, shards in reversed(split):
-            flat = all_gather(flat, group=along(axis), sizes=shards, algorithm="ring")
-        x = flat.view(x.shape)
-    elif step.operation == "AllToAll":
-        joined, cut = step.joined or 0, step.cut or 0
+    if step.operation == "Slice":
+        own = interval(x.shape[step.dim], step.axes, mesh, at)
+        return x.narrow(step.dim, own.start, size(own)).clone()
+    if step.operation == "AllToAll":
+        joined = step.joined or 0
         whole = interval(sizes[step.before.dims[joined]], step.after.axes[joined], mesh, at)
-        x = all_to_all(
+        return all_to_all(
             x,
-            cut,
+            step.dim,
             joined,
             group=along(*step.axes),
-            split_sizes=parts(x.shape[cut], step.axes, mesh),
-            concat_sizes=parts(whole.stop - whole.start, step.axes, mesh),
+            split_sizes=parts(x.shape[step.dim], step.axes, mesh),
+            concat_sizes=parts(size(whole), step.axes, mesh),
             algorithm="pairwise",
         )
+    if step.operation == "AllReduce" and len(step.axes) == 1:
+        return all_reduce(x, group=along(*step.axes), algorithm="ring")
+    if step.operation == "AllReduce":
+        y, n = x.reshape(-1), x.numel()
     else:
-        cut = step.cut or 0
-        own = interval(x.shape[cut], step.axes, mesh, at)
-        x = x.narrow(cut, own.start, own.stop - own.start).clone()
-    return x
-
-
-def outside(step: ReshardStep, axis: str) -> tuple[str, ...]:
-    """Return the axes outside `axis` in the dim that an AllGather joins."""
-    axes = step.before.axes[step.joined or 0]
-    return axes[: axes.index(axis)]
+        y, n = x, whole_of(step, sizes, mesh, at)[step.dim]
+    for axis, gathers, blocks in rings(step, n, mesh, at):
+        if gathers:
+            y = all_gather(y, step.dim, group=along(axis), sizes=blocks, algorithm="ring")
+        else:
+            y = reduce_scatter(y, step.dim, group=along(axis), algorithm="ring")
+    return y.view(x.shape) if step.operation == "AllReduce" else y
 
 
 def parts(n: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> list[int]:
