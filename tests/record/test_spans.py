@@ -87,10 +87,18 @@ def test_a_listener_is_told_of_the_spans_of_its_thread_and_of_what_is_not_record
         yield
         heard.append(name)
 
-    with p101.span("before"), listening(listener):
+    outer = []
+
+    @contextmanager
+    def outer_listener(name, labels):
+        outer.append(name)
+        yield
+
+    with p101.span("before"), listening(outer_listener), listening(listener):
         with p101.span("forward", microbatch=torch.tensor(3)), unrecorded():
             pass
         threading.Thread(target=lambda: p101.span("elsewhere").__enter__()).start()
     with p101.span("after"):
         pass
     assert heard == [("forward", {"microbatch": 3}), (None, {}), None, "forward"]
+    assert outer == ["forward", None]
