@@ -96,8 +96,8 @@ class HaloExchange(nn.Module):
                 group = self.mesh.line(*({dim} & {*axes}))
                 has = [region(y.shape, dim, halo.holds) for halo in line]
                 needs = [region(y.shape, dim, halo.needs) for halo in line]
-                others = (*y.shape[:dim], *y.shape[dim + 1 :])
-                y = exchange(y, group, has, needs, "halo_exchange", shape_in_the_other_dims=others)
+                agreed = {"shape in the other dims": (*y.shape[:dim], *y.shape[dim + 1 :])}
+                y = exchange(y, group, has, needs, "halo_exchange", **agreed)
                 inner = [0, 0] * (y.dim() - 1 - dim)  # F.pad counts dims from the last
                 y = F.pad(y, [*inner, *line[group.position or 0].padding], value=self.fill)
         return x.clone() if y is x else y

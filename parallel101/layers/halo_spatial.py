@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
@@ -99,23 +99,18 @@ class SpatialParallel(nn.Module):
         block = self.exchange(x)
         if self.group.position is None:
             return block
-        sizes = list(block.shape)
         kernel, dilation = self.window["kernel_size"], self.window["dilation"]
         extents = [1, 1, *(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))]
-        for dim, extent in enumerate(extents):
-            # With more ranks than outputs, some rank has none. It computes one output from zeros
-            # and drops it, so that it takes part in backward.
-            if not sizes[dim]:
-                zeros = block.new_zeros([*block.shape[:dim], extent, *block.shape[dim + 1 :]])
-                block = torch.cat([block, zeros], dim)
+        # With more ranks than outputs, some rank has none. It computes one output from zeros
+        # and drops it, so that it takes part in backward.
+        absent = [0 if n else extent for n, extent in zip(block.shape, extents, strict=True)]
+        pad = [entries for extent in reversed(absent) for entries in (0, extent)]
         weights = {
             name: copy_to_group(parameter, group=self.group)
             for name, parameter in self.module.named_parameters()
         }
-        y = functional_call(self.module, weights, block)
-        for dim, size in enumerate(sizes):
-            y = y if size else y.narrow(dim, 0, 0)
-        return y
+        y = functional_call(self.module, weights, F.pad(block, pad))
+        return y[tuple(slice(0) if extent else slice(None) for extent in absent)]
 
 
 def window_of(module: Any, dims: int) -> dict[str, Any]:

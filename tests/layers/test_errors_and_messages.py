@@ -156,6 +156,16 @@ def test_uneven_blocks_without_a_shape_are_told_to_pass_it(build):
         )
 
 
+def test_a_shape_that_differs_between_ranks_is_named():
+    def program():
+        columns = 3 + (dist.get_rank() == 0)
+        layer = layers.HaloExchange(mesh_of(0, (2,)), shape=(4, columns), kernel_size=(3, 1))
+        layer(torch.ones(2, columns))
+
+    with pytest.raises(p101.MisuseError, match=r"shape in the other dims is not the same"):
+        p101.launch(program, world_size=2, backend="sim")
+
+
 def silent():
     """Calls that need no message, forward or backward."""
     rank = dist.get_rank()
