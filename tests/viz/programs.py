@@ -18,6 +18,7 @@ import parallel101 as p101
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.network import Network, NetworkRoute, Router
+from tests.sim.programs import run, trace
 
 ONE_SECOND = Network(latency=1.0, bandwidth=float("inf"))  # each message takes one second
 
@@ -49,20 +50,11 @@ def recorded(
     records. numel 0: x is plain ones.
     """
     network = replace(ONE_SECOND, topology=UnevenLinks()) if uneven else ONE_SECOND
-    run = p101.launch(
-        _rank,
-        program,
-        numel,
-        uneven,
-        world_size=n,
-        backend="sim",
-        network=network,
-        trace="payload" if payload else True,
-    )
-    trace = run.trace
+    ran = run(lambda _: _rank(program, numel, uneven), n, network, payload_bytes=payload << 20)
+    record = trace(ran)
     if uneven:
-        trace = Trace([e._replace(start=e.posted) for e in trace.events], n, "gloo")
-    return trace, run.results
+        record = Trace([e._replace(start=e.posted) for e in record.events], n, "gloo")
+    return record, ran.results
 
 
 def _rank(program: Callable[[Tensor], object], numel: int, uneven: bool) -> object:

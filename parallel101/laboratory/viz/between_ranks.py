@@ -122,8 +122,7 @@ def _draw(panel: Node, square: Square, middle: float, width: float, height: floa
     left, gap = middle - n * width / 2, 2.0 if n <= MOST_CELLS else 0.0
     panel.write(square.title, left, TOP - 34, 14, "b")
     grid = Grid(left, TOP, width, height, range(n), n, gap)
-    # of a large square, not every row and column has room for its label
-    grid.names(panel, square.corner, every=1 if n <= 16 else 8 if n <= 64 else 16)
+    grid.names(panel, square.corner)
     grid.ground(panel)
     most = max((value for row in square.values for value in row), default=0.0) or 1.0
     for row, values in enumerate(square.values):

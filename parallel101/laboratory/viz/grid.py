@@ -109,13 +109,13 @@ class Grid(NamedTuple):
             boxes = (box(*self.inside(row, column)) for column in range(self.columns))
             panel.path("".join(boxes), "faint")
 
-    def names(
-        self, panel: Node, corner: str, columns: Iterable[object] = (), every: int = 1
-    ) -> None:
-        """Write the names of every `every`-th row and column, and `corner` where they meet.
+    def names(self, panel: Node, corner: str, columns: Iterable[object] = ()) -> None:
+        """Write the names of the rows and columns, and `corner` where they meet.
 
-        `columns`: their names; by default the ranks.
+        Of many ranks, some have room for their names. `columns`: their names; by default the ranks.
         """
+        n = len(self.ranks)
+        every = 1 if n <= MOST_CELLS else 4 if n <= 32 else 8 if n <= 64 else 16
         panel.write(corner, self.left - 12, self.top - 9, 12, "m e")
         size = 13 if (named := list(columns)) else 12
         for column, name in list(enumerate(named or self.ranks))[::every]:

@@ -73,7 +73,7 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     width, height = WIDTH / n, HEIGHT / n
     grid = Grid(LEFT, TOP, width, height, replay.ranks, n, gap=0.0)
     grid.ground(panel)
-    grid.names(panel, "from \\ to", every=4 if n <= 32 else 8 if n <= 64 else 16)
+    grid.names(panel, "from \\ to")
 
     def cells(pairs: set[tuple[int, int]]) -> str:
         corners = (grid.inside(place[src], place[dst])[:2] for src, dst in sorted(pairs))

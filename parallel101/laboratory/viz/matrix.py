@@ -28,7 +28,7 @@ from parallel101.laboratory.analysis.replay import START, Replay
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.viz.grid import MOST_CELLS, STYLE, Grid
+from parallel101.laboratory.viz.grid import STYLE, Grid
 from parallel101.laboratory.viz.rows import Bar, TimeRows
 from parallel101.laboratory.viz.scene import Node, Scene, box, number
 from parallel101.laboratory.viz.timing import Timing
@@ -201,9 +201,8 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     """
     scene.style += STYLE
     panel = scene.panel(narrow=NARROW)
-    n, few = len(replay.ranks), len(replay.ranks) <= MOST_CELLS
-    grid = grid_of(replay.ranks, n, 2.0 if few else 0.5)
-    grid.names(panel, "from \\ to", every=1 if few else 8)
+    grid = grid_of(replay.ranks, len(replay.ranks), 2.0)
+    grid.names(panel, "from \\ to")
     grid.ground(panel)
     # by (src, dst): the bytes sent after each step
     totals: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
