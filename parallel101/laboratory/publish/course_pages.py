@@ -29,7 +29,8 @@ from bs4 import BeautifulSoup, Tag
 from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import name_headings
 from parallel101.laboratory.publish.find import Repository
-from parallel101.laboratory.publish.templates import render, to_html
+from parallel101.laboratory.publish.markdown import to_html
+from parallel101.laboratory.publish.templates import render
 
 TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"
 ADDRESSES = {

@@ -40,8 +40,9 @@ from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import arrange
 from parallel101.laboratory.publish.execute import read_notebook
 from parallel101.laboratory.publish.find import Repository
+from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.offline_page import offline_html
-from parallel101.laboratory.publish.templates import render, to_html
+from parallel101.laboratory.publish.templates import render
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOTEBOOK = re.compile(r"^(\w+)\.ipynb(#.*)?$")  # a link to another lesson

@@ -26,8 +26,8 @@ from nbformat import NotebookNode
 from parallel101.laboratory.publish.arrange import HEADINGS, name_headings
 from parallel101.laboratory.publish.course_pages import CoursePage
 from parallel101.laboratory.publish.glossary import PAGE, Term
+from parallel101.laboratory.publish.markdown import to_html
 from parallel101.laboratory.publish.page import Lesson, page_name, short_title
-from parallel101.laboratory.publish.templates import to_html
 
 FILE = "search_index.js"
 IN_TITLE, MOST_IN_TEXT = 12, 6  # weights of a word

@@ -1,20 +1,16 @@
-"""Fills the templates of the site's pages (templates/), and converts Markdown to HTML.
+"""Fills the templates of the site's pages, which are in the folder templates/.
 
-In a template, values are escaped, unless a filter or a macro has made them HTML. The HTML of
-Markdown loads nothing: formulas become MathML, which browsers draw.
+Values are escaped, unless a filter or a macro has made them HTML.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from latex2mathml.converter import convert as to_mathml
 from markupsafe import Markup
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from parallel101.laboratory.viz.scene import script_json
 
@@ -39,11 +35,18 @@ def environment() -> Environment:
     )
     made.globals["file"] = as_html(file_text)
     made.filters["script"] = as_html(script_json)
-    made.filters["markdown"] = as_html(to_html)
+    made.filters["markdown"] = as_html(_markdown)
     made.filters["inline"] = as_html(
-        lambda text: to_html(text).strip().removeprefix("<p>").removesuffix("</p>")
+        lambda text: _markdown(text).strip().removeprefix("<p>").removesuffix("</p>")
     )
     return made
+
+
+def _markdown(text: str) -> str:
+    # nbconvert takes over a second, and a page that plays in a notebook has no Markdown
+    from parallel101.laboratory.publish.markdown import to_html
+
+    return to_html(text)
 
 
 def render(name: str, **values: object) -> str:
@@ -55,45 +58,3 @@ def render(name: str, **values: object) -> str:
 def as_html(function: Callable[..., str]) -> Callable[..., Markup]:
     """Let a template use what the function returns as HTML."""
     return lambda *args: Markup(function(*args))
-
-
-class _OfflineRenderer(IPythonRenderer):
-    """Markdown as JupyterLab shows it, with formulas as MathML."""
-
-    def block_html(self, html: str) -> str:
-        """Keep HTML without images as it is.
-
-        nbconvert parses each block alone, and closes a <details> that spans several blocks.
-        """
-        return super().block_html(html) if "<img" in html else html + "\n"
-
-    def inline_math(self, body: str) -> str:
-        return _formula(body, "inline")
-
-    def block_math(self, body: str) -> str:
-        return _formula(body, "block")
-
-    def latex_environment(self, name: str, body: str) -> str:
-        return _formula(f"\\begin{{{name}}}{body}\\end{{{name}}}", "block")
-
-
-def to_html(source: str, attachments: dict | None = None, path: str = "") -> str:
-    """Return Markdown as HTML that loads nothing."""
-    renderer = _OfflineRenderer(
-        escape=False,
-        embed_images=True,
-        exclude_anchor_links=True,
-        attachments=attachments or {},
-        path=path,
-    )
-    return MarkdownWithMath(renderer=renderer).render(source)
-
-
-def _formula(tex: str, display: str) -> str:
-    mathml = to_mathml(tex, display=display)
-    if unknown := re.search(r"\\[A-Za-z]+", mathml):
-        raise ValueError(
-            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to MathML; "
-            "write it with simpler commands"
-        )
-    return mathml
