@@ -1,5 +1,6 @@
 """A lesson in a real JupyterLab: it runs without an error, its animation plays, its explorer runs
-again, and both keep their keys.
+again, and both keep their keys. Homework 1: write a wrong solution, check it, read the verdict,
+look at the picture, fix it, check again.
 
 LESSONS=all tries every lesson. `make test` tries a part of lesson 01, with an animation and an
 explorer; tests/lessons/test_run.py runs all lessons without JupyterLab.
@@ -7,14 +8,15 @@ explorer; tests/lessons/test_run.py runs all lessons without JupyterLab.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from parallel101.laboratory.publish.page import WIDGET
 from tests.browser.browser import Browser
-from tests.browser.lab import TOKEN
+from tests.browser.lab import ROOT, TOKEN
 from tests.lessons.lesson import LESSONS
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -38,34 +40,46 @@ DARK = (
 )
 
 
-@pytest.fixture
-def notebook(name, lab, chromium) -> Iterator[Browser]:
-    """JupyterLab with this lesson, after all cells have run."""
+@pytest.fixture(scope="module")
+def tab(chromium) -> Iterator[Browser]:
+    """A browser of its own, which keeps the scripts of JupyterLab."""
     with Browser(chromium) as browser:
         browser.resize(1280, 1000)
-        browser.call("Page.navigate", url=f"{lab}/lab/tree/{name}.ipynb?token={TOKEN}&reset")
-        browser.until(
-            f"{LAB}.context.path == '{name}.ipynb' && "
-            f"{LAB}.sessionContext.session.kernel.status == 'idle'",
-            120,
-        )
-        browser.js(
-            "(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Light' "
-            "}), true)"
-        )
-        browser.js(
-            "(jupyterapp.commands.execute('notebook:run-all-cells').then(() => { "
-            "globalThis.finished = true; }), true)"
-        )
-        browser.until("globalThis.finished", 170)
-        settings = "JSON.parse(document.querySelector('#jupyter-config-data').textContent)"
-        assert browser.js(f"{settings}.news.disabled"), "no question about news"
         yield browser
-        assert browser.errors == []
+
+
+@pytest.fixture
+def opened(tab, lab) -> Iterator[Callable[[str], Browser]]:
+    """opened("part.ipynb") opens a notebook in JupyterLab, and waits for its kernel."""
+
+    def opened(path: str) -> Browser:
+        tab.call("Page.navigate", url=f"{lab}/lab/tree/{path}?token={TOKEN}&reset")
+        kernel = f"{LAB}.sessionContext.session.kernel"
+        tab.until(f"{LAB}.context.path == '{path}' && {kernel}.status == 'idle'", 120)
+        return tab
+
+    tab.errors.clear()
+    yield opened
+    execute(tab, "docmanager:save")  # or the next page would ask whether to leave this one
+    assert tab.errors == []
+
+
+def execute(browser: Browser, command: str, times: int = 1, **given: str) -> None:
+    """Execute a command of JupyterLab, and wait until it is done."""
+    call = f"jupyterapp.commands.execute({json.dumps(command)}, {json.dumps(given)})"
+    for _ in range(times):
+        browser.js(f"({call}.then(() => {{ globalThis.finished = true; }}), finished = false)")
+        browser.until("globalThis.finished", 170)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_runs_plays_and_runs_again(name, notebook, keep):
+def test_a_lesson_runs_plays_and_runs_again(name, opened, keep):
+    notebook = opened(f"{name}.ipynb")
+    notebook.resize(1280, 1000)
+    execute(notebook, "apputils:change-theme", theme="JupyterLab Light")
+    execute(notebook, "notebook:run-all-cells")
+    settings = "JSON.parse(document.querySelector('#jupyter-config-data').textContent)"
+    assert notebook.js(f"{settings}.news.disabled"), "no question about news"
     cells = notebook.js(f"[...{NOTEBOOK}.model.cells].map(cell => cell.toJSON())")
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         failed = [output["ename"] for output in cell["outputs"] if output["output_type"] == "error"]
@@ -91,9 +105,7 @@ def test_a_lesson_runs_plays_and_runs_again(name, notebook, keep):
     notebook.picture()  # draws the cells that were out of sight
     keep(notebook, f"jupyterlab-{name}-light")
     notebook.until(f"{DARK}.every(dark => !dark)")
-    notebook.js(
-        "(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)"
-    )
+    execute(notebook, "apputils:change-theme", theme="JupyterLab Dark")
     notebook.until(f"{DARK}.every(dark => dark)", 60)
     keep(notebook, f"jupyterlab-{name}-dark")
 
@@ -144,3 +156,50 @@ def runs(notebook: Browser, control: str, *keys: str) -> None:
         notebook.key(key, key if len(key) == 1 else "")
     new = f"(figure => figure?.dataset.mounted && !figure.old)({EXPLORER}.querySelector('figure'))"
     notebook.until(new, 60)
+
+
+SENDS_FIRST = """import torch
+import torch.distributed as dist
+
+
+def ring_shift(x):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    received = torch.empty(x.shape, dtype=x.dtype)
+    dist.send(x.contiguous(), (rank + 1) % n)
+    dist.recv(received, (rank - 1) % n)
+    return received
+"""
+OUTPUT = "document.querySelector('.p101g:has(.p101g-head)')"
+DRAWN = "document.querySelector('figure.p101 > div').shadowRoot"
+
+
+def save(browser: Browser, name: str, content: str) -> None:
+    """Save a file as JupyterLab's editor does."""
+    model = json.dumps({"type": "file", "format": "text", "content": content})
+    browser.js(
+        f"jupyterapp.serviceManager.contents.save({json.dumps(name)}, {model}).then(() => true)"
+    )
+
+
+def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(opened):
+    notebook = json.loads((ROOT / "homework" / "hw1_moving" / "hw1.ipynb").read_text("utf-8"))
+    place = next(i for i, cell in enumerate(notebook["cells"]) if cell["id"] == "shift-check")
+    browser = opened("hw1/hw1.ipynb")
+    browser.resize(1280, 1000)
+    save(browser, "hw1/hw1.py", SENDS_FIRST)
+    execute(browser, "notebook:run-cell-and-select-next", place + 1)
+    browser.until(f"{OUTPUT}.innerText.includes('Everyone sends first.')", 60)
+    browser.until(f"{DRAWN}.querySelector('svg').textContent.includes('waits in send to rank')")
+    assert "line 8: dist.send(" in browser.js(f"{DRAWN}.querySelector('svg').textContent")
+    assert "0 of 10 points" in browser.js(f"{OUTPUT}.innerText")
+
+    fixed = (ROOT / "tests" / "homework" / "hw1" / "reference.py").read_text(encoding="utf-8")
+    save(browser, "hw1/hw1.py", fixed)
+    execute(browser, "notebook:move-cursor-up")
+    execute(browser, "notebook:run-cell")
+    browser.until(f"{OUTPUT}.innerText.includes('10 of 10 points')", 60)
+    assert "The kernel still holds the version" in browser.js(f"{OUTPUT}.innerText")
+    browser.until(f"{FIGURE}.dataset.step")
+    browser.js(f"{DRAWN}.querySelector('.stage').focus()")
+    browser.key("ArrowRight")
+    browser.until(f"{FIGURE}.dataset.step == 1")
