@@ -1,5 +1,5 @@
 // Draws the timeline of the steps that a reader chooses on the page of a long run. The events come
-// as compressed columns of numbers (see step_chooser.py).
+// as compressed columns of numbers (see run_page.py).
 (async () => {
   const place = document.querySelector(".chooser"), [about, packed] =
     [...place.querySelectorAll("script")].map(script => script.textContent);
