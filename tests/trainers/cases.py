@@ -155,7 +155,7 @@ def special_in_few_samples(step: int) -> tuple[Tensor, Tensor]:
 
 def gpt(tied: bool = True, heads: int = 12, **options: Any) -> nn.Module:
     sizes = {"vocabulary": 13, "context": 7, "layers": 2, "heads": heads, "width": 24}
-    return seeded(GPT(GPTConfig(**sizes, tied=tied, **options)))
+    return seeded(GPT(GPTConfig(**{**sizes, **options}, tied=tied)))
 
 
 def text(step: int) -> tuple[Tensor, Tensor]:
