@@ -175,7 +175,8 @@ class DataAxis(Axis):
             parts: the stages that have them.
             groups: name → the ranks over which the gradient is summed.
         """
-        self.precision.gradients_of(list(parameters.values()))
+        for p in parameters.values():
+            p.grad_dtype = self.precision.gradients or p.dtype  # in which backward adds up
         stage = self.options.zero_stage
         if not stage:
             by_group: dict[Group, dict[str, nn.Parameter]] = {}

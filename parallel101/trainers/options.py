@@ -239,7 +239,7 @@ def check_model(model: Any) -> torch.device:
                 "model.to_empty(device=…) and its init, or launch with device=…, such as "
                 '"H100", to train without values'
             )
-    return device_of(model)
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def need_numbers(trainer: Trainer, method: str) -> None:
@@ -249,10 +249,6 @@ def need_numbers(trainer: Trainer, method: str) -> None:
             f"{method}() needs numbers, but the model is on the meta device, which has none: "
             "use step() and describe() there, or launch without device="
         )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:

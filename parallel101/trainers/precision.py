@@ -18,7 +18,7 @@ et al., "ZeRO" (arXiv 1910.02054), section 3.1, counts these bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -81,11 +81,6 @@ class Precision(NamedTuple):
                 if t.is_floating_point():
                     t.data = t.data.to(self.weights)
         return trained
-
-    def gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the dtype of these parameters' .grad, in which backward then adds up."""
-        for p in parameters:
-            p.grad_dtype = self.gradients or p.dtype
 
 
 PRECISIONS = {

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from parallel101.extras import needs_extra
@@ -287,17 +286,11 @@ def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     layers if any mode is active, even one that replaces nothing.
     """
     cut = trainer.axes.sizes.get("tp", 1) > 1
-    with evaluating(trainer.model), Replacing({}) if cut else nullcontext():
-        yield
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode inside."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [module for module in trainer.model.modules() if module.training]
+    trainer.model.eval()
     try:
-        yield
+        with Replacing({}) if cut else nullcontext():
+            yield
     finally:
         for module in training:  # and no other: some may be frozen
             module.training = True

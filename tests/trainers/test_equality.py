@@ -192,7 +192,6 @@ CASES = {
         case("cp 2, pp 2", "tied llama", **INTERLEAVED, context="ulysses", recompute="full"),
         case("dp 2, cp 2, pp 2", "tied llama", **ZB_H1, zero_stage=2),
         case("cp 2, tp 2, pp 2", "llama", microbatches=2, zero_stage=3, recompute="full", **AGAIN),
-        case("cp 4, tp 2", "tied gpt", zero_stage=1, context="contiguous", recompute="selective"),
         case("dp 2, cp 2, tp 2, pp 2", "tied gpt", **ZB_H1, zero_stage=1, **TIME),
     ],
     "experts": [
@@ -222,7 +221,7 @@ CASES = {
         case(mesh, task, "sgd", clip_norm, **options)
         for (mesh, options), (task, clip_norm) in itertools.product(
             [
-                *(("dp 4", options) for options in list(DATA.values())[2:]),
+                *(("dp 4", DATA[way]) for way in ("overlapped", "ZeRO-2", "ZeRO-3")),
                 ("dp 4", {"accumulate": 2}),
                 ("dp 2, tp 2", {}),
                 ("dp 2, pp 2", {"microbatches": 3, "zero_stage": 1}),
@@ -254,7 +253,7 @@ ON_REAL_RANKS = [
     case("dp 2", "weighted", zero_stage=3),
     case("tp 2", "gathered", "sgd"),
     case("tp 2", "untied gpt", accumulate=2, **TIME),
-    *scheduled("deep", 2),
+    case("pp 2", "deep", **INTERLEAVED),
     case("pp 2", "tied gpt", "sgd", **ZB_H1),
     case("cp 2", "llama", context="ulysses", zero_stage=3),
     case("cp 2", "tied gpt"),
