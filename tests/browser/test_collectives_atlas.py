@@ -102,6 +102,7 @@ def test_bytes_and_seconds_are_written_as_in_python(browser, atlas):
 def test_both_play_together(browser, atlas):
     with_choice(browser, atlas, RING, "recursive_doubling")
     assert browser.js(COUNTS) == ["0 / 6", "0 / 2"]
+    browser.js("players().forEach(root => { root.querySelector('select').value = 4; })")
     browser.click("at('next-both')")
     browser.until(f"{COUNTS}.join() === '1 / 6,1 / 2'")
     browser.click("at('play-both')")

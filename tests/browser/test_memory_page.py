@@ -241,7 +241,7 @@ def test_the_page_opens_with_what_it_says_without_a_script_and_keys_change_it(br
 def test_copied_code_prints_the_pages_numbers(browser, memory, capsys):
     draw, seen = random.Random(3), 0
     opened(browser, memory)
-    while seen < 25:
+    while seen < 12:
         shape = some_shape(draw)
         layout = some_layout(draw, shape["experts"])
         if reason(shape, layout):

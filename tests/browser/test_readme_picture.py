@@ -42,7 +42,9 @@ def test_with_reduced_motion_its_last_moment_stays(chromium, readme, monkeypatch
     with Browser(chromium, 960, 500) as browser:
         browser.open(readme)
         first = browser.picture()
-        browser.js("new Promise(done => setTimeout(done, 1000))")
+        browser.js("""new Promise(done => {
+            const frames = n => n ? requestAnimationFrame(() => frames(n - 1)) : done();
+            frames(30); })""")
         assert browser.picture() == first
     last_row = {pixel(first, 530 + 103 * chunk, 338) for chunk in range(4)}
     assert last_row == {"#3b5bdb", "#ccbb44", "#117733", "#ee6677"}, "rank 3 has every chunk"
