@@ -89,6 +89,8 @@ def check_experts(name: str, module: nn.Module, ranks: int, uses: Mapping[int, i
             f"{what} shares a parameter with another module: expected parameters of its own"
         )
     try:
+        if type(module).forward is nn.Module.forward:  # an nn.ModuleList's
+            raise TypeError("it has none")
         inspect.signature(module.forward).bind(None, None)
     except TypeError as error:
         raise ValueError(

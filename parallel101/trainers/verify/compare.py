@@ -8,7 +8,7 @@ and after each update from its weights: Adam turns the rounding of a zero gradie
 Weights that are zero, such as LoRA's B or a head, are moved a little at the start, since they would
 hide what comes before them. The last loss is scaled, so that a hook that clamps only large
 gradients shows. Then the optimizer alone takes more steps, from gradients that are known: one may
-couple elements only after a warm-up, or in every fifth step.
+couple elements only after a warm-up, in every fifth step, or if gradients are suddenly large.
 
 Each rank finds how far its numbers are off, and the first rank judges (tolerance.py).
 """
@@ -51,7 +51,7 @@ from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.one_process import Values, WholeModel
 from parallel101.trainers.verify.report import HINTS, NOT_ELEMENTWISE, NotEqualError, Report, Row
-from parallel101.trainers.verify.snapshot import Snapshot, is_users, seed_all
+from parallel101.trainers.verify.snapshot import Snapshot, is_users, seed_all, seed_torch
 from parallel101.trainers.verify.tolerance import (
     SAFETY,
     Differences,
@@ -63,7 +63,8 @@ from parallel101.trainers.verify.tolerance import (
     without_zeros,
 )
 
-MORE = 13  # steps of the optimizer alone
+# steps of the optimizer alone: by how much gradients grow before each
+MORE = (*(-1.1,) * 5, 100.0, -0.01, *(-1.1,) * 6)
 LEAST_LR = 1e-3
 LARGE, LARGE_IN_HALF = 1000.0, 16.0  # about the largest gradient of the scaled loss
 Share = tuple[Batch, Batch]
@@ -130,7 +131,7 @@ class Comparison:
         rows, cause = list[Row](), ""
         if self.whole is not None:
             rows = self.judged(of_ranks)
-            cause = self.verification.problem or self.explain(rows)
+            cause = self.explain(rows)
         rows, cause = agree.objects((rows, cause))[0]
         return Report([Row(*row) for row in rows], cause=cause, note=header["note"])
 
@@ -171,22 +172,33 @@ class Comparison:
         with suppress(ValueError):  # samples of different shapes: one share after the other
             self.shares = [join(self.shares)]
         moved = without_zeros({name: self.start[name] for name in trainer.trained})
-        self.start, evaluated = {**self.start, **moved}, None
-        with self.one_process() as alone:
-            for step, numbers in training(alone, self.shares, samples, self.steps):
-                self.expected.append((step, copied(numbers)))
+        self.start = {**self.start, **moved}
+
+        def evaluation(alone: Trainer) -> float | None:
             try:
-                evaluated = evaluate(alone, self.shares)
+                return evaluate(alone, self.shares)
             except Exception as error:  # as the model raises it in eval mode, with any trainer
                 words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 notes.append(f"evaluation isn't compared: in one process it raises {words}")
+                return None
+
+        with self.one_process() as alone:
+            for step, numbers in training(alone, self.shares, samples, self.steps, evaluation):
+                self.expected.append((step, copied(numbers)))
+                alone.gradient_sync.publish()
+        self.evaluates = any("evaluate" in numbers for _, numbers in self.expected)
         return {
             "note": "\n".join(notes),
             "few": few,
             "samples": samples,
             "moved": moved,
-            "evaluated": evaluated,
+            "evaluates": self.evaluates,
         }
+
+    def training(self, trainer: Trainer, shares: Sequence[Share], samples: int) -> Any:
+        """Return `training`, with an evaluation if one process can evaluate."""
+        evaluation = partial(evaluate, shares=shares) if self.evaluates else lambda trainer: None
+        return training(trainer, shares, samples, self.steps, evaluation)
 
     def judged(self, of_ranks: Sequence[Any]) -> list[Row]:
         """Return the largest of each difference over the ranks, beside its bound. If the bounds
@@ -201,7 +213,7 @@ class Comparison:
         change = partial(jittered, eps=self.tolerance.eps)
         with self.one_process(change) as alone:
             samples = sum(count_samples(inputs) for inputs, _ in self.shares)
-            steps = training(alone, change(self.shares), samples, self.steps)
+            steps = self.training(alone, change(self.shares), samples)
             noise = differences(alone, steps, (change(numbers) for _, numbers in self.expected))
         return self.tolerance.judge(far, noise)
 
@@ -239,38 +251,39 @@ class Comparison:
     # ── on all ranks ──
 
     def of_ranks(
-        self, few: int | None, samples: int, moved: Values, evaluated: float | None, note: str
+        self, few: int | None, samples: int, moved: Values, evaluates: bool, note: str
     ) -> Differences:
         """Train as the ranks do. Returns how far this rank's numbers are off."""
         trainer, agree, shares = self.trainer, self.trainer.agree, [self.batch]
+        self.evaluates = evaluates
         if few:
             shares = [map_tensors(lambda t: t[:few], self.batch)]
         go_on_from(trainer, {f"update {name}": value for name, value in moved.items()})
         sent = (
             agree.objects(numbers)[0] for _, numbers in self.expected or itertools.repeat((0, None))
         )
-        found = differences(trainer, training(trainer, shares, samples, self.steps), sent)
-        if evaluated is not None:
-            found["evaluate", self.steps] = abs(evaluate(trainer, shares) - evaluated)
-        return found
+        return differences(trainer, self.training(trainer, shares, samples), sent)
 
 
 # ── of any trainer, the layout's or that of one process ──
 
 
 def training(
-    trainer: Trainer, shares: Sequence[Share], samples: int, steps: int
+    trainer: Trainer,
+    shares: Sequence[Share],
+    samples: int,
+    steps: int,
+    evaluation: Callable[[Trainer], float | None],
 ) -> Iterator[tuple[int, Numbers]]:
     """Take steps, and yield (step, loss, norm, gradients and buffers), (step, weights), … .
 
-    The caller may change gradients and weights meanwhile.
+    The caller may change gradients and weights meanwhile, and publishes weights.
 
     Args:
         shares: of the batch, one after the other.
         samples: of all ranks.
     """
-    verification, scale, size = trainer.verification, 1.0, 0.0
-    seeds = seeds_of_noise(trainer)
+    scale, size, seeds = 1.0, 0.0, seeds_of_noise(trainer)
     for group in trainer.optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR  # a warm-up may begin at 0, and every update would be right
@@ -283,7 +296,7 @@ def training(
         inputs, targets = map_tensors(
             torch.clone, shares[0] if len(shares) == 1 else (*zip(*shares),)
         )
-        with deterministic(trainer), verification.checking_loss():
+        with deterministic(trainer):
             loss = compute_gradients(trainer, inputs, targets, samples)
         gradients = {f"gradient {name}": p.grad for name, p in trainer.owned.items()}
         for g in gradients.values():
@@ -296,17 +309,16 @@ def training(
             if name in trainer.local and name in trainer.layout.entries:
                 numbers[f"buffer {name}"] = b
         yield step, numbers
-        here = max((largest(p.grad) for p in trainer.owned.values()), default=0.0)
-        size = max(trainer.agree.numbers(here)[0])
+        if step == steps - 1:
+            here = max((largest(p.grad) for p in trainer.owned.values()), default=0.0)
+            size = max(trainer.agree.numbers(here)[0])
         clip(trainer)
         update(trainer, seeds)
         yield step, weights(trainer)
-    for _ in range(MORE):
-        for p in trainer.owned.values():
-            if p.grad is not None:
-                p.grad = -1.1 * p.grad.to(p.dtype)  # of a master weight it is rounded
-        update(trainer, seeds)
-    yield steps + MORE, weights(trainer)
+    if (loss := evaluation(trainer)) is not None:
+        yield steps, {"evaluate": torch.tensor(loss, dtype=torch.float64)}
+    update(trainer, seeds, MORE)
+    yield steps + len(MORE), weights(trainer)
 
 
 def differences(
@@ -340,18 +352,22 @@ def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
         trainer.gradient_sync.publish()
 
 
-def update(trainer: Trainer, seeds: Sequence[int]) -> None:
-    """Take the optimizer's step."""
+def update(trainer: Trainer, seeds: Sequence[int], growth: Sequence[float] = (1.0,)) -> None:
+    """Take steps of the optimizer, before each of which gradients grow by a factor."""
     seed_all(seeds[1])
-    torch.manual_seed(seeds[0])
-    try:
-        trainer.optimizer.step()
-    except Exception:  # as Muon's, which wants matrices
-        if len(trainer.agree.ranks) == 1:
-            raise
-        for p in trainer.owned.values():
-            p.data.fill_(torch.nan)
-    trainer.gradient_sync.publish()
+    seed_torch(seeds[0])
+    owned = trainer.owned.values()
+    for factor in growth:
+        for p in owned:
+            if p.grad is not None and factor != 1:
+                p.grad = factor * p.grad.to(p.dtype)  # of a master weight it is rounded
+        try:
+            trainer.optimizer.step()
+        except Exception:  # as Muon's, which wants matrices
+            if len(trainer.agree.ranks) == 1:
+                raise
+            for p in owned:
+                p.data.fill_(torch.nan)
 
 
 def seeds_of_noise(trainer: Trainer) -> list[int]:

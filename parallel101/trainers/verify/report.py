@@ -113,7 +113,8 @@ NOT_ELEMENTWISE = (
     "From equal gradients the optimizer makes other weights: it does not update each element on "
     "its own, but looks at whole matrices or their norms, of which a rank has pieces, or it draws "
     "random numbers. Use SGD, Adam, AdamW or another elementwise optimizer, or "
-    "DataParallelTrainer, where each rank has whole matrices."
+    "DataParallelTrainer, where each rank has whole matrices. Or the model's forward changes "
+    "weights, as that of an nn.Embedding with max_norm."
 )
 OF_KERAS = (
     "a Keras model has weights and layers of its own besides torch's. parallel101.keras compares "

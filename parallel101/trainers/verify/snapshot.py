@@ -29,10 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# whose objects hold no state of the program's training, or none that could be put back
-LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "tqdm", "pytest", "_pytest", "pluggy"}
-OURS = ("parallel101.trainers", "parallel101.layers", "parallel101.models", "parallel101.keras")
-NAMESPACES = ("SimpleNamespace", "Namespace")
+# whose objects hold no state of the program's training, or none that could be put back …
+INSTALLED = {"torch", "numpy", "tqdm", "pytest", "_pytest", "pluggy", "parallel101"}
+LIBRARIES = INSTALLED | sys.stdlib_module_names
+# … but for these: schedulers, scalers, queues, namespaces
+STATEFUL = (
+    *("collections", "queue", "types", "argparse", "torch.optim", "torch.amp", "torch.quasirandom"),
+    *(f"parallel101.{name}" for name in ("trainers", "layers", "models", "keras")),
+)
 MISSING = object()
 
 
@@ -75,9 +79,9 @@ class Snapshot:
     def keep(self, obj: Any) -> Iterator[Any]:
         if isinstance(obj, Tensor):
             yield from self.tensor(obj)
-        elif isinstance(obj, dict | list | deque | set):
+        elif isinstance(obj, dict | list | deque | bytearray | set):
             before = dict(obj) if isinstance(obj, dict) else list(obj)
-            add = obj.extend if isinstance(obj, list | deque) else obj.update
+            add = obj.update if isinstance(obj, dict | set) else obj.extend
             self.undo.append(partial(fill, obj, before, add))
             yield from gc.get_referents(obj)
         elif isinstance(obj, tuple | frozenset | partial | types.MethodType):
@@ -115,13 +119,19 @@ class Snapshot:
                 yield cell.cell_contents
         if not is_users(function):
             return
-        here = function.__globals__
-        for name in names_in(function.__code__):
-            if (value := here.get(name, MISSING)) is MISSING or isinstance(value, types.ModuleType):
-                continue
-            self.undo.append(partial(here.__setitem__, name, value))
-            if not callable(value) or getattr(value, "__module__", None) == function.__module__:
-                yield value
+        here, names = function.__globals__, set(names_in(function.__code__))
+        modules = (here[name] for name in names if isinstance(here.get(name), types.ModuleType))
+        for space in (here, *(vars(module) for module in modules if is_program(module))):
+            for name in names & space.keys():
+                value = space[name]
+                self.undo.append(partial(space.__setitem__, name, value))
+                its = getattr(value, "__module__", None)
+                if (
+                    not callable(value)
+                    or its == function.__module__
+                    or is_program(sys.modules.get(its))
+                ):
+                    yield value
 
     def object(self, obj: Any) -> Iterator[Any]:
         yield getattr(obj, "__dict__", None)
@@ -145,7 +155,7 @@ class Snapshot:
             self.undo.append(partial(setattr, obj.bit_generator, "state", state))
         elif hasattr(obj, "get_state"):
             self.undo.append(partial(obj.set_state, obj.get_state()))
-        elif getattr(obj, "ndim", 0) and obj.flags.writeable:
+        elif hasattr(obj, "flags") and obj.flags.writeable:
             self.undo.append(partial(obj.__setitem__, ..., obj.copy()))
 
 
@@ -188,7 +198,13 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def is_users(function_or_class: Any) -> bool:
     """Return whether a program has defined it, and no library."""
     root = (getattr(function_or_class, "__module__", None) or "builtins").partition(".")[0]
-    return root not in LIBRARIES and root != "parallel101"
+    return root not in LIBRARIES
+
+
+def is_program(module: Any) -> bool:
+    """Return whether a module belongs to the program, and isn't installed."""
+    name, file = getattr(module, "__name__", "builtins"), getattr(module, "__file__", None) or ""
+    return name.partition(".")[0] not in LIBRARIES and "site-packages" not in file
 
 
 def looked_into(obj: Any) -> bool:
@@ -198,16 +214,21 @@ def looked_into(obj: Any) -> bool:
         return True
     if isinstance(obj, type | types.ModuleType):
         return False
-    if cls.__module__.partition(".")[0] == "parallel101":
-        return cls.__module__.startswith(OURS)
-    return is_users(cls) or cls.__name__ in NAMESPACES
+    return is_users(cls) or cls.__module__.startswith(STATEFUL)
 
 
 # ── random numbers ──
 
 
+def seed_torch(seed: int) -> None:
+    """Do what torch.manual_seed does. Without a GPU, that writes down its callers each time."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)

@@ -75,7 +75,6 @@ class Tolerance(NamedTuple):
                     before[name] = t
                 bounds[key, step] = most
             done = step if any(key.startswith("update ") for key in numbers) else done
-        bounds["evaluate", self.scaled] = max(b for (key, _), b in bounds.items() if key == "loss")
         for (key, step), difference in far.items():
             most, (what, _, name) = bounds[key, step], key.partition(" ")
             ratio = difference / most if most else math.inf if difference else 0.0

@@ -1,8 +1,8 @@
 """The times at which a trainer is compared with one process, and the later checks.
 
-before the first step          three steps, here and in one process       compare.py
-in steps 2, 4, 8, 16, …        is the loss a mean over samples?           halves.py
-                               are copies of the model still equal?
+before the first step              three steps, here and in one process       compare.py
+in the first, and 2, 4, 8, 16, …   is the loss a mean over samples?           halves.py
+                                   are copies of the model still equal?
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -50,7 +50,7 @@ class Verification:
         due: whether the comparison is still to be made.
         whole: the model before it was cut, on the first rank.
         steps: how many are compared.
-        problem: what was wrong with the loss when it was last checked, on any rank.
+        checks: whether the step that is being taken has the later checks.
     """
 
     def __init__(
@@ -65,8 +65,7 @@ class Verification:
         self.loss_fn, self.asked = loss_fn, bool(options.verify)
         self.steps = STEPS if options.verify is True else options.verify
         self.whole: WholeModel | None = None
-        self.due = False
-        self.always, self.loss_checks, self.problem = False, 0, ""
+        self.due = self.checks = False
         self.losses: Losses | None = None  # of a step whose loss is checked
         self.comparable = self.asked and trainer.device.type != "meta"
         self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
@@ -91,67 +90,46 @@ class Verification:
 
     def before_step(self, inputs: Batch, targets: Batch) -> None:
         """Compare with one process, once. Raises NotEqualError."""
-        if not self.due:
-            return
-        with unrecorded():
-            why, room = (OF_KERAS, 0.0) if self.is_keras else self.room()
-            report = Report(reason=why) if why else self.compare(inputs, targets, room)
-        if report.reason and not why:
-            return  # the step itself will say it
-        note = str(report) if why else report.note
-        if note and self.trainer.position == 0:
-            print(note, flush=True)
-        self.settle()
+        first, step = self.due, self.trainer.steps + 1
+        if first:
+            with unrecorded():
+                why, room = (OF_KERAS, 0.0) if self.is_keras else self.room()
+                report = Report(reason=why) if why else self.compare(inputs, targets, room)
+            if report.reason and not why:
+                return  # the step itself will say it
+            note = str(report) if why else report.note
+            if note and self.trainer.position == 0:
+                print(note, flush=True)
+            self.settle()
+        self.checks = self.comparable and (first or step & (step - 1) == 0)
 
     def watch(self, losses: Losses) -> None:
         """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
-        self.losses = None
-        if self.cuts_samples and (self.always or (self.checks_again() and not self.due)):
-            losses.keep = self.loss_checks % self.trainer.runner.microbatches
-            self.losses, self.loss_checks = losses, self.loss_checks + 1
+        if self.checks and self.cuts_samples:
+            losses.keep = self.trainer.steps.bit_length() % self.trainer.runner.microbatches
+            self.losses = losses
 
     def after_gradients(self) -> None:
         """Check before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
-        if self.losses is not None:
+        if self.checks:
             with unrecorded():
-                self.trainer.agree.numbers(0.0)
-                if words := self.check_loss():
-                    raise NotEqualError(Report(cause=words))
-        if self.comparable and self.checks_again():
-            with unrecorded():
+                self.check_loss()
                 compare_copies(self.trainer)
+        self.checks = False
 
-    def checks_again(self) -> bool:
-        """Return whether the step that the trainer is taking is step 2, 4, 8, 16, …"""
-        step = self.trainer.steps + 1
-        return step > 1 and step & (step - 1) == 0
-
-    @contextmanager
-    def checking_loss(self) -> Iterator[None]:
-        """Check the loss of a step inside, whatever its number, and note the problem."""
-        self.always = True
-        try:
-            yield
-        finally:
-            self.always = False
-        self.problem = self.check_loss() or self.problem
-
-    def check_loss(self) -> str:
-        """Return what is wrong with the loss of the kept outputs on any rank, or "". Collective."""
-        if self.losses is None:
-            return ""
-        trainer, kept, words = self.trainer, self.losses.kept, ""
-        self.losses, snapshot = None, self.loss_snapshot()
-        try:
-            if kept is not None:
-                eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
-                with deterministic(trainer):
-                    words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
-        finally:
+    def check_loss(self) -> None:
+        """Raise NotEqualError, on every rank, if the loss of the kept outputs is no mean on one."""
+        trainer, kept, words = self.trainer, self.losses and self.losses.kept, ""
+        self.losses = None
+        if kept is not None:
+            snapshot = self.loss_snapshot()
+            eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
+            with deterministic(trainer):
+                words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
             snapshot.restore()
-        if not any(trainer.agree.numbers(bool(words))[0]):
-            return ""
-        return next(filter(None, trainer.agree.objects(words)))
+        if any(trainer.agree.numbers(bool(words))[0]):
+            words = next(filter(None, trainer.agree.objects(words)))
+            raise NotEqualError(Report(cause=words))
 
     def loss_snapshot(self) -> Snapshot:
         """Return a Snapshot of everything that a call of loss_fn can change."""
@@ -181,7 +159,7 @@ class Verification:
         Args:
             room: for activations on the first rank, in bytes.
         """
-        trainer, self.problem = self.trainer, ""
+        trainer = self.trainer
         snapshot = Snapshot(trainer, self.loss_fn, self.whole, skip=(self,))
         try:
             report = Comparison(self, (inputs, targets), snapshot, room).run()
