@@ -246,10 +246,10 @@ class HybridTrainer:
         Each step compares the loss, every gradient, their norm if `clip_norm` is set, buffers, and
         the weights after the optimizer's step from equal gradients; the third scales the loss, and
         evaluation is compared after it. Then the optimizer takes 13 more steps from known
-        gradients, since some couple elements only after a warm-up or now and then. The first
-        rank computes all samples as one process does; the others wait. Random numbers of torch are
-        replaced by the middle of their distribution meanwhile, learning rates of zero by one above
-        zero, and weights of zero by small ones.
+        gradients, since some couple elements only after a warm-up, now and then, or if gradients
+        jump. The first rank computes all samples as one process does; the others wait. Random
+        numbers of torch are replaced by the middle of their distribution meanwhile, learning rates
+        of zero by one above zero, and weights of zero by small ones.
         Afterwards everything is put back that can be: weights, optimizer, buffers, hooks, what
         modules, optimizer, loss_fn and the objects they refer to hold in attributes, closures and
         globals, and random numbers. Printing and other input and output isn't undone, nor are a
@@ -263,9 +263,9 @@ class HybridTrainer:
         Raises NotEqualError, on every rank, with the report and, if it can be told, the cause; also
         if one process can't train on this batch. What a first batch does not show, it can't find:
         weights that are edited between steps, a layer that is unfrozen later, samples of a kind
-        that comes later. (In steps 2, 4, 8, 16, … each rank still checks that the loss of its
-        outputs is the weighted mean over two parts of them, and ranks along dp and cp that their
-        weights and buffers are still equal.)
+        that comes later. (In the first step and in steps 2, 4, 8, 16, … each rank checks that the
+        loss of its outputs is the weighted mean over two parts of them, and ranks along dp and cp
+        that their weights and buffers are still equal.)
         """
         need_numbers(self, "verify")
         return self.verification.verify(inputs, targets)

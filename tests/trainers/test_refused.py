@@ -390,6 +390,7 @@ REFUSED = {
         'no module named "experts"': given(lambda: nn.Linear(2, 2)),
         "'.*mlps' matches no module": given(mixture, plan={"*.mlps": "experts"}),
         "expected a forward of": given(lambda: WithExperts(nn.Linear(4, 3)), batch=(X, Y)),
+        r"\(it has none\)": given(lambda: WithExperts(nn.ModuleList([nn.Linear(4, 4)]))),
         r"have \[3, 4\] entries": given(
             lambda: WithExperts(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)))
         ),

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
 import parallel101 as p101
-from tests.trainers.cases import adamw_by_shape, mesh_of, randn, seeded
+from parallel101.trainers.layout import Axes
+from tests.trainers.cases import adamw_by_shape, randn, seeded, sizes_of
 
 MESHES = {"dp × tp": "dp 2, tp 2", "dp × pp": "dp 2, pp 2", "tp × pp": "tp 2, pp 2"}
 LAYOUTS: dict[str, tuple[int, Callable[..., Any]]] = {  # how many ranks, and what trains
@@ -32,7 +33,9 @@ LAYOUTS: dict[str, tuple[int, Callable[..., Any]]] = {  # how many ranks, and wh
     **{
         name: (
             4,
-            lambda *args, mesh=mesh, **more: p101.HybridTrainer(*args, mesh=mesh_of(mesh), **more),
+            lambda *args, mesh=mesh, **more: p101.HybridTrainer(
+                *args, mesh=Axes(None, {"dp": 1, **sizes_of(mesh)}), **more
+            ),
         )
         for name, mesh in MESHES.items()
     },
@@ -473,6 +476,14 @@ def clip_inside(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
+def clip_jumps(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
+    norm = sum(p.grad.square().sum() for p in parameters).sqrt()
+    usual = vars(optimizer).setdefault("usual", norm)
+    for p in parameters:
+        p.grad *= (3 * usual / norm).clamp(max=1)
+    optimizer.usual = usual.lerp(norm, 0.1)
+
+
 def decay_matrices(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
     for p in parameters:
         p.mul_(1 - 0.01 * (p.ndim > 1))
@@ -535,7 +546,7 @@ def matrices() -> nn.Sequential:
 
 NOT_ELEMENTWISE, PIECES = (
     "From equal gradients the optimizer makes other weights",
-    (*ZERO, "tp", "dp × tp", "tp × pp"),
+    ("ZeRO-1", "ZeRO-3", "tp"),
 )
 REFUSED: dict[str, Optimizer] = {
     "LARS": Lars,
@@ -550,6 +561,7 @@ REFUSED: dict[str, Optimizer] = {
 OF_ALL: dict[str, Optimizer] = {
     "one rate for all": partial(Coupled, change=adapted),
     "clipping inside": partial(Coupled, change=clip_inside),
+    "clipping if gradients jump": partial(Coupled, change=clip_jumps),
 }
 ELEMENTWISE: dict[str, Optimizer] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -578,7 +590,7 @@ OPTIMIZERS = {
         for name, build in OF_ALL.items()
     },
     **{
-        f"{name}, whole": Program("", ("dp", "pp"), matrices, optimizer=build)
+        f"{name}, whole": Program("", ("pp",), matrices, optimizer=build)
         for name, build in REFUSED.items()
     },
     **{
@@ -589,6 +601,15 @@ OPTIMIZERS = {
 
 
 # ── what looks at other samples, or at earlier ones ──
+
+COUNT = 0
+
+
+def count() -> int:
+    """For a program in another module."""
+    global COUNT
+    COUNT += 1
+    return COUNT
 
 
 class Mean(nn.Module):
@@ -868,7 +889,7 @@ def warm_up(trainer: Any) -> None:
     torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: step / 10)
 
 
-TWO = {"accumulate": 2}
+TWO, CLIPPED = {"accumulate": 2}, {"clip_norm": 0.05}
 EQUAL = {
     "dropout": Program("", EVERY, lambda: chain(Dropouts()), batch=TIMES, random=True),
     "tied weights": Program("", EVERY, tied),
@@ -890,7 +911,7 @@ EQUAL = {
         "", EVERY, chain, prepare=lambda trainer: trainer.optimizer.register_step_post_hook(clamp)
     ),
     "a norm that is frozen": Program("", EVERY, lambda: chain(nn.BatchNorm1d(6).eval())),
-    "clip_norm": Program("", EVERY, chain, options={"clip_norm": 0.05}),
+    "clip_norm": Program("", EVERY, chain, options=CLIPPED),
     "compiled": Program(
         "", ("dp", "ZeRO-1"), lambda: torch.compile(chain(nn.Dropout(0.0)), backend="eager")
     ),
@@ -1017,21 +1038,6 @@ def locked() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "lengths"),
-    [(lambda: chain(Noise()), (5, 5)), (locked, (5, 5)), (chain, (5, 4))],
-    ids=["noise", "a lock", "lengths"],
-)
-def test_what_was_not_compared_once_is_equal(build, lengths):
-    def train() -> bool:
-        trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw)
-        share = [t[:, : lengths[trainer.position]] for t in trainer.share(TIMES)]
-        trainer.step(*share), trainer.step(*share)
-        return trainer.verify(*share).equal
-
-    assert p101.launch(train, world_size=2, backend="sim").results == [True, True]
-
-
 def refused_later() -> int:
     """The step that is refused, of batches in which −100 is absent before the fourth."""
     trainer = p101.DataParallelTrainer(chain(), F.cross_entropy, adamw)
@@ -1133,22 +1139,40 @@ class Turned(nn.Module):
         return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
+FAR: Batch = ROWS[0].float() + 300, ROWS[1].float()
+COMPARED: dict[str, tuple[Callable[[], nn.Module], Batch, dict[str, Any]]] = {
+    "noise": (lambda: chain(Noise()), TIMES, {}),
+    "a lock": (locked, TIMES, {}),
+    "a shorter last share": (chain, TIMES, {}),
+    "inputs that change in place": (
         lambda: model_of(Function(lambda x: x.mul_(2)), *chain()),
-        partial(begun_alike, parametrizations.orthogonal),
-        lambda: chain(Function(with_its_gradient)),
-        lambda: chain(Turned()),
-    ],
-    ids=["inputs that change in place", "an orthogonal matrix", "a gradient", "complex weights"],
-)
-def test_verify_finds_it_equal(build):
-    def train() -> bool:
-        trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw, clip_norm=0.05)
-        return trainer.verify(*trainer.share(tuple(t.clone() for t in ROWS))).equal
+        ROWS,
+        {},
+    ),
+    "an orthogonal matrix": (partial(begun_alike, parametrizations.orthogonal), ROWS, CLIPPED),
+    "a gradient": (lambda: chain(Function(with_its_gradient)), ROWS, CLIPPED),
+    "complex weights": (lambda: chain(Turned()), ROWS, CLIPPED),
+    "a synchronized norm of inputs far from zero": (
+        lambda: chain(nn.BatchNorm1d(6)).float(),
+        FAR,
+        {"sync_batch_norm": True},
+    ),
+}
 
-    assert p101.launch(train, world_size=2, backend="sim").results == [True, True]
+
+def test_verify_finds_it_equal():
+    def not_equal() -> list[str]:
+        wrong = []
+        for name, (build, batch, options) in COMPARED.items():
+            trainer = p101.DataParallelTrainer(build(), F.mse_loss, adamw, **options)
+            shorter = trainer.position * ("shorter" in name)
+            share = [t[:, : t.shape[1] - shorter] for t in trainer.share(batch)]
+            for _ in range(2):
+                trainer.step(*(t.clone() for t in share))
+            wrong += [] if trainer.verify(*(t.clone() for t in share)).equal else [name]
+        return wrong
+
+    assert p101.launch(not_equal, world_size=2, backend="sim").results == [[], []]
 
 
 def test_a_weight_that_needs_a_gradient_is_refused():
@@ -1162,34 +1186,26 @@ def test_a_weight_that_needs_a_gradient_is_refused():
     p101.launch(train, world_size=2, backend="sim")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_sparse_gradients_are_refused_with_their_name(stage):
-    def train() -> None:
+def test_sparse_gradients_are_refused_with_their_name():
+    def build() -> nn.Module:
         model = chain(Function(lambda x: x + model[3].table((x[:, 0] > 0).long())))
         model[3].table = nn.Embedding(5, 6, sparse=True).double()
-        mesh = mesh_of("dp 2")
-        trainer = p101.HybridTrainer(model, F.mse_loss, adamw, mesh=mesh, zero_stage=stage)
-        with pytest.raises(p101.NotEqualError, match=r"gradient of '3\.table\.weight' is sparse"):
-            trainer.step(*trainer.share(ROWS))
+        return model
+
+    def train() -> None:
+        for stage in range(4):
+            options = {"mesh": Axes(None, {"dp": 2}), "zero_stage": stage}
+            trainer = p101.HybridTrainer(build(), F.mse_loss, adamw, **options)
+            with pytest.raises(p101.NotEqualError, match=r"of '3\.table\.weight' is sparse"):
+                trainer.step(*trainer.share(ROWS))
 
     p101.launch(train, world_size=2, backend="sim")
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_rounding_hides_no_loss_that_mixes_samples(precision):
+def test_rounding_hides_no_loss_that_mixes_samples():
     names = ("root mean square", "relative L2", "InfoNCE", "a sum")
-    cases = [Case("losses", name, "dp", precision) for name in names]
+    cases = [Case("losses", n, "dp", p) for n in names for p in ("bfloat16", "autocast")]
     assert p101.launch(wrong_in, cases, world_size=2, backend="sim").results == [[], []]
-
-
-def test_a_synchronized_norm_of_inputs_far_from_zero_is_equal_in_float32():
-    def train() -> bool:
-        model = chain(nn.BatchNorm1d(6)).float()
-        trainer = p101.DataParallelTrainer(model, F.mse_loss, adamw, sync_batch_norm=True)
-        x, y = trainer.share((ROWS[0].float() + 300, ROWS[1].float()))
-        return trainer.verify(x, y).equal
-
-    assert p101.launch(train, world_size=2, backend="sim").results == [True, True]
 
 
 def test_a_refusal_is_pickled_with_its_report():

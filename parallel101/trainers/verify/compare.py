@@ -39,6 +39,7 @@ from parallel101.trainers.batches import (
     count_samples,
     join,
     map_tensors,
+    number_of_text,
     tensors_of,
 )
 from parallel101.trainers.layout import SAMPLES, copied
@@ -67,6 +68,7 @@ from parallel101.trainers.verify.tolerance import (
 MORE = (*(-1.1,) * 5, 100.0, -0.01, *(-1.1,) * 6)
 LEAST_LR = 1e-3
 LARGE, LARGE_IN_HALF = 1000.0, 16.0  # about the largest gradient of the scaled loss
+FOREVER = itertools.repeat(None)
 Share = tuple[Batch, Batch]
 # of torch's errors and Python's unpacking: sizes don't fit
 SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
@@ -185,7 +187,8 @@ class Comparison:
         with self.one_process() as alone:
             for step, numbers in training(alone, self.shares, samples, self.steps, evaluation):
                 self.expected.append((step, copied(numbers)))
-                alone.gradient_sync.publish()
+                if "loss" not in numbers:
+                    alone.gradient_sync.publish()
         self.evaluates = any("evaluate" in numbers for _, numbers in self.expected)
         return {
             "note": "\n".join(notes),
@@ -259,10 +262,11 @@ class Comparison:
         if few:
             shares = [map_tensors(lambda t: t[:few], self.batch)]
         go_on_from(trainer, {f"update {name}": value for name, value in moved.items()})
-        sent = (
-            agree.objects(numbers)[0] for _, numbers in self.expected or itertools.repeat((0, None))
-        )
-        return differences(trainer, self.training(trainer, shares, samples), sent)
+        steps = itertools.groupby(self.expected, lambda entry: entry[0])
+        of_steps = ([numbers for _, numbers in entries] for _, entries in steps)
+        sent = (agree.objects(of_step)[0] for of_step in (of_steps if self.expected else FOREVER))
+        expected = itertools.chain.from_iterable(sent)
+        return differences(trainer, self.training(trainer, shares, samples), expected)
 
 
 # ── of any trainer, the layout's or that of one process ──
@@ -315,8 +319,8 @@ def training(
         clip(trainer)
         update(trainer, seeds)
         yield step, weights(trainer)
-    if (loss := evaluation(trainer)) is not None:
-        yield steps, {"evaluate": torch.tensor(loss, dtype=torch.float64)}
+    if (evaluated := evaluation(trainer)) is not None:
+        yield steps, {"evaluate": torch.tensor(evaluated, dtype=torch.float64)}
     update(trainer, seeds, MORE)
     yield steps + len(MORE), weights(trainer)
 
@@ -375,7 +379,8 @@ def seeds_of_noise(trainer: Trainer) -> list[int]:
     if they were seeded alike.
     """
     states = torch.get_rng_state().tolist(), random.getstate()
-    return [1 if trainer.agree.same(str(state)) else 2 + trainer.position for state in states]
+    of_ranks = trainer.agree.numbers(*(number_of_text(str(state)) for state in states))
+    return [1 if len(set(of_state)) == 1 else 2 + trainer.position for of_state in of_ranks]
 
 
 def weights(trainer: Trainer) -> Numbers:

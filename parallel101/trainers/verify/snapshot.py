@@ -3,8 +3,8 @@
     tensors             weights, gradients, buffers, the optimizer's state: memory, once each
     objects             what __dict__ holds: modules, the optimizer, loss_fn, what they refer to
     containers          dicts, lists, sets, deques, in place: whoever has them sees them as before
-    functions           attributes, default values, closure cells, the globals of their module that
-                        they name
+    functions           attributes, default values, closure cells, the globals that they name, of
+                        their module and of the program's others
     random numbers      of torch, Python and NumPy, and generators that an object holds
 
 A Python generator, an open file or an object of a C library can't be put back: `lost` names those
@@ -125,7 +125,7 @@ class Snapshot:
             for name in names & space.keys():
                 value = space[name]
                 self.undo.append(partial(space.__setitem__, name, value))
-                its = getattr(value, "__module__", None)
+                its = getattr(value, "__module__", None) or ""
                 if (
                     not callable(value)
                     or its == function.__module__

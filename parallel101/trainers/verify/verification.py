@@ -119,8 +119,8 @@ class Verification:
 
     def check_loss(self) -> None:
         """Raise NotEqualError, on every rank, if the loss of the kept outputs is no mean on one."""
-        trainer, kept, words = self.trainer, self.losses and self.losses.kept, ""
-        self.losses = None
+        trainer, words = self.trainer, ""
+        kept, self.losses = None if self.losses is None else self.losses.kept, None
         if kept is not None:
             snapshot = self.loss_snapshot()
             eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
