@@ -183,7 +183,8 @@ def agree_on_loss(
         where = ", ".join(f"{part} on rank {rank}" for rank, part in broken.items())
         raise FloatingPointError(
             f"step {step}: the loss is {where}; no weight was changed. "
-            "Look at that rank's samples, or lower the learning rate, or set clip_norm"
+            "Look at that rank's samples (a mean over no targets is nan: loss_fn may return a sum "
+            "and its weight), or lower the learning rate, or set clip_norm"
         )
     once = axes.without_tp
     loss, weight = math.fsum(parts[i] for i in once), None
