@@ -99,7 +99,7 @@ def test_job_variables_that_make_no_sense_are_named(
         p101.launch(ok)
 
 
-@pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10**400])
+@pytest.mark.parametrize("timeout", [float("inf"), 10**400])
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_no_time_limit(timeout, backend):
     limits = {"timeout": timeout, "stuck_after": timeout}
@@ -117,6 +117,13 @@ def test_a_deleted_working_directory_raises_before_anything_is_started(
     (tmp_path / "gone").rmdir()
     with pytest.raises(RuntimeError, match=r"the working directory .* was deleted.*os\.chdir"):
         p101.launch(ok, backend=backend)
+
+
+def test_arguments_that_the_function_does_not_take():
+    with pytest.raises(p101.RankFailed) as raised:
+        p101.launch(lambda x: x, world_size=2)
+    assert "missing 1 required positional argument: 'x'" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
 
 
 class Unreadable:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.laboratory.ranks.processes import preload
 from tests.ranks import faults
 from tests.ranks.faults import FAULTS, JOBS, WORLDS, Fault
 from tests.ranks.job import Job
@@ -18,6 +19,12 @@ from tests.ranks.job import Job
 SOON = 20.0  # seconds, however busy the machine is; the time limit of a launch is 60 s
 EVERYWHERE = [(name, world) for name, fault in FAULTS.items() for world in fault.worlds.split()]
 CASES = [(name, world) for name, world in EVERYWHERE if world in WORLDS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports():
+    """What DDP imports when it is first used: once, and not in each rank."""
+    preload(["torch._dynamo"])
 
 
 def failure(fault: Fault, **options):

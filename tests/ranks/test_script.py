@@ -218,3 +218,29 @@ def test_a_long_run_keeps_its_last_events_and_says_so(script, capsys):
     with pytest.raises(SystemExit):
         cli.main(["merge", "kept", "--page", "page.html", "--steps", "2:3"])
     assert "steps 2:3 are not in the record, which has steps" in capsys.readouterr().err
+
+
+SLOWER = """
+    import time, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(1, 9):
+        if dist.get_rank() == 1 and step >= 4:
+            time.sleep(0.15)  # a slow disk
+        weight.grad = torch.ones(8)
+        dist.all_reduce(weight.grad)
+        optimizer.step()
+"""
+
+
+def test_a_rank_that_is_slower_from_step_4_is_named(script, capsys):
+    """No rank can see that in its own times: all of them take as long as the slowest."""
+    Path("slower.py").write_text(textwrap.dedent(SLOWER))
+    assert cli.main(["run", "--world-size", "2", "--page", "page.html", "slower.py"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    row = out[next(k for k, line in enumerate(out) if line.startswith("Slower ranks")) + 2]
+    assert row.split()[0] == "1" and "blocked: sleep, lock, file or GPU" in row, row
+    assert "of 7, from " in row and "slower.py:9: time.sleep(0.15)" in row, row
+    assert "Slower ranks" in Path("page.html").read_text() and os.environ["MASTER_PORT"] != "0"

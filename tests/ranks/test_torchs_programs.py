@@ -28,11 +28,14 @@ def test_every_program_gives_plain_torchs_numbers_in_every_launch(tmp_path):
 
     plain = [sys.executable, "-m", "tests.ranks.torchs_programs", str(tmp_path)]
     with subprocess.Popen(plain, cwd=Path(__file__).parents[2]) as process:
-        found = {
-            where: p101.launch(run_all, without, world_size=RANKS, timeout=150, **options).results
+        runs = {
+            where: p101.launch(run_all, without, world_size=RANKS, timeout=150, **options)
             for where, (without, options) in LAUNCHES.items()
         }
     assert process.returncode == 0
+    found = {where: run.results for where, run in runs.items()}
+    kinds = {event.kind for event in runs["recorded gloo"].trace.events}
+    assert {"broadcast", "all_reduce", "all_gather", "reduce_scatter", "send", "recv"} <= kinds
     for rank in range(RANKS):
         expected = torch.load(tmp_path / f"{rank}.pt")
         for where, (without, _) in LAUNCHES.items():

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from parallel101.laboratory.ranks.rank_stack import RankStack
-from parallel101.laboratory.ranks.wire import RankRecord, bytes_of, is_dense, lean
+from parallel101.laboratory.ranks.wire import RankRecord, RankStack, bytes_of, is_dense, lean
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import (
     DeadlockError,

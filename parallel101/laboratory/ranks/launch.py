@@ -25,9 +25,8 @@ import torch.distributed as dist
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS, chip_of
 from parallel101.laboratory.ranks.monitor import Monitor
-from parallel101.laboratory.ranks.processes import preload, start_ranks
+from parallel101.laboratory.ranks.processes import Rendezvous, preload, start_ranks
 from parallel101.laboratory.ranks.program import will_import
-from parallel101.laboratory.ranks.rendezvous import Rendezvous
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
 from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
 from parallel101.laboratory.record import process_groups

@@ -29,7 +29,6 @@ from parallel101.laboratory.ranks.diagnosis import (
 )
 from parallel101.laboratory.ranks.output import RankOutput, Screen, read_available
 from parallel101.laboratory.ranks.processes import RankProcess, kill
-from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.run_watcher import WAIT_FOR_CAUSE, RunWatcher
 from parallel101.laboratory.ranks.stuck import SILENT, rank_lines
 from parallel101.laboratory.ranks.wire import (
@@ -44,6 +43,7 @@ from parallel101.laboratory.ranks.wire import (
     STATUS,
     Failure,
     RankRecord,
+    RankStack,
     VirtualExit,
     Wire,
     unpack,

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +55,31 @@ class RankProcess:
     def close(self) -> None:
         for channel in (self.control, self.out, self.err, self.status):
             channel.close()
+
+
+class Rendezvous:
+    """The file through which the ranks of a launch find each other's addresses, a dist.FileStore.
+
+    On Linux it is in memory, has no name, and disappears with the launching process. Elsewhere it
+    is a temporary file. (A client of torch's TCPStore asks the name server for the name of
+    ::ffff:127.0.0.1, which takes 5 s where the network answers slowly.)
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self.file = os.memfd_create("parallel101")
+            self.path = f"/proc/{os.getpid()}/fd/{self.file}"
+        else:
+            self.file, self.path = tempfile.mkstemp()
+
+    def close(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+            with contextlib.suppress(OSError):  # on Linux it is gone
+                os.unlink(self.path)
+
+    __del__ = close
 
 
 def start_ranks(

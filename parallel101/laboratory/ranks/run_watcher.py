@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.stuck import SILENT, StuckDetector, rank_lines, stuck_text
+from parallel101.laboratory.ranks.wire import RankStack
 from parallel101.laboratory.record.calls import Call, CallChecker
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
 from parallel101.laboratory.record.units import ranks_text

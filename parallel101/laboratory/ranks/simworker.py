@@ -31,15 +31,15 @@ from parallel101.laboratory.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
-from parallel101.laboratory.ranks.rank_stack import QuietClock, RankStack, stack_lines
 from parallel101.laboratory.ranks.stuck import rank_lines, stuck_text
-from parallel101.laboratory.ranks.watcher import ControlThread
+from parallel101.laboratory.ranks.watcher import ControlThread, QuietClock, stack_lines
 from parallel101.laboratory.ranks.wire import (
     FAILURE,
     RECORD,
     RESULT,
     Job,
     RankRecord,
+    RankStack,
     VirtualExit,
     Wire,
     pack,

@@ -6,7 +6,7 @@
 A rank may be in an endless loop, or blocked by a lock, a queue whose worker died or a full disk. It
 may also compute for long. Nobody can know whether it will come, so a report never ends a run.
 
-    rank_stack.py    in each rank: what its program does, and for how long it has called nothing
+    watcher.py       in each rank: what its program does, and for how long it has called nothing
     StuckDetector    where the status of all ranks is known: when to report
     rank_lines       the report: who waits for whom, and the stacks of the others
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from parallel101.laboratory.ranks.rank_stack import RankStack
+from parallel101.laboratory.ranks.wire import RankStack
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text

@@ -51,12 +51,11 @@ from parallel101.laboratory.ranks.job_messages import (
     unpack_record,
 )
 from parallel101.laboratory.ranks.program import failure_of, forked_children_exit, own_init_accepted
-from parallel101.laboratory.ranks.rank_stack import RankStack
 from parallel101.laboratory.ranks.run_watcher import REPORTS, RunWatcher, write_on_stderr
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.stuck import rank_lines
 from parallel101.laboratory.ranks.watcher import TICK, RankObserver, recorded
-from parallel101.laboratory.ranks.wire import CALLS, STATUS, Failure, RankRecord
+from parallel101.laboratory.ranks.wire import CALLS, STATUS, Failure, RankRecord, RankStack
 from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.errors import (
     DeadlockError,

@@ -5,6 +5,14 @@ It says in which call, at which line, and what was posted so far.
     program's thread   … compute … ──wait()───────────────────────────▶ …
     watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "unblocked"
 
+C code that holds Python's lock keeps it from running, too. Then the rank doesn't answer.
+
+    gloo's thread      throws, and nobody catches it ──▶ std::terminate ──▶ held ──▶ abort
+    watcher                                      publishes this rank's last calls ──▶ a report
+
+gloo throws in a thread of its own when more bytes arrive than a rank expects. Then C++ calls the
+function that std::set_terminate has got. (Crashes by a signal do not come here.)
+
 It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing.
 So the newest reports of all ranks together tell a deadlock for certain (see record/wait_for.py).
 """
@@ -12,24 +20,19 @@ So the newest reports of all ranks together tell a deadlock for certain (see rec
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
-from parallel101.laboratory.ranks.rank_stack import (
-    QuietClock,
-    RankStack,
-    program_place,
-    stack_lines,
-)
-from parallel101.laboratory.ranks.uncaught_in_cpp import UncaughtInCpp
 from parallel101.laboratory.ranks.wire import (
     ASK_RECORD,
     ASK_STACKS,
@@ -39,14 +42,20 @@ from parallel101.laboratory.ranks.wire import (
     STACKS,
     STATUS,
     RankRecord,
+    RankStack,
     Wire,
 )
 from parallel101.laboratory.record.calls import Call
-from parallel101.laboratory.record.program_lines import is_library, where
+from parallel101.laboratory.record.program_lines import is_inside, is_library, where
 from parallel101.laboratory.record.recorder import NEWEST, RankRecorder, WatchedWork
 
 TICK = 0.1  # seconds between two looks
 IN_CPP_FOR = 0.5  # seconds without CPU time after which a thread in torch's C++ counts as blocked
+MOST_FRAMES = 20  # of a stack: the innermost ones are kept
+# std::set_terminate, in the names that the C++ of Linux and macOS gives to functions
+SET_TERMINATE = "_ZSt13set_terminatePFvvE"
+LIBRARIES = ("libstdc++.so.6", "libc++.1.dylib")
+HELD_FOR = 5.0  # seconds at most
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
@@ -102,6 +111,72 @@ class ControlThread(threading.Thread):
     def stacks(self) -> list[RankStack]:
         """Return the stack of each rank of this process."""
         return []
+
+
+class QuietClock:
+    """Notes since when a state is the same, and the CPU time that the process uses."""
+
+    EVERY = 1.0  # seconds between two samples
+
+    def __init__(self) -> None:
+        self.state: object = self
+        self.since = 0.0
+        self.older = self.newer = (-1.0, 0.0)  # samples: the time and the CPU time
+
+    def look(self, state: object) -> tuple[float, float]:
+        """Return `quiet` and `busy` of a RankStack. Call it often."""
+        now, cpu = time.monotonic(), time.process_time()
+        if state != self.state:
+            self.state, self.since = state, now
+        if now - self.newer[0] >= self.EVERY:
+            self.older, self.newer = self.newer, (now, cpu)
+        return now - self.since, (cpu - self.older[1]) / (now - self.older[0])
+
+
+class UncaughtInCpp:
+    """Detects that C++ is about to abort this process, and delays it.
+
+    Attributes:
+        thrown: set when a thread has thrown an exception that nothing catches.
+        may_abort: set it when that has been reported.
+    """
+
+    def __init__(self) -> None:
+        self.thrown, self.may_abort = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold an abort inside the block until it may come, for HELD_FOR seconds at most."""
+        if (set_terminate := _set_terminate()) is None:
+            yield
+            return
+
+        @HANDLER
+        def terminate() -> None:
+            self.thrown.set()
+            self.may_abort.wait(HELD_FOR)
+            HANDLER(before)()  # prints the exception, and aborts
+
+        before = set_terminate(terminate)
+        try:
+            yield
+        finally:
+            set_terminate(HANDLER(before))
+
+
+HANDLER = ctypes.CFUNCTYPE(None)
+
+
+def _set_terminate() -> Any:
+    """Return the function std::set_terminate, or None where it is not found."""
+    for name in LIBRARIES:
+        try:
+            function = ctypes.CDLL(name)[SET_TERMINATE]
+        except (OSError, AttributeError):
+            continue
+        function.argtypes, function.restype = [HANDLER], ctypes.c_void_p
+        return function
+    return None
 
 
 # where torch waits for futures in C++
@@ -252,3 +327,31 @@ def _in_program(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# ---- where the program is ----
+
+
+def program_place(frame: FrameType | None) -> str:
+    """Return the "file:line" of the program's innermost frame, or else of a library's."""
+    for f, line in traceback.walk_stack(frame) if frame is not None else ():
+        if not is_library(f.f_code.co_filename):
+            return f"{f.f_code.co_filename}:{line}"
+    return where(frame)
+
+
+def stack_lines(frame: FrameType | None) -> list[str]:
+    """Return the Python stack as lines of text, without our frames that called the program."""
+    if frame is None:
+        return []
+    frames = list(traceback.walk_stack(frame))[::-1]
+    first = next((i for i, (f, _) in enumerate(frames) if not _runs_programs(f)), len(frames))
+    summary = traceback.StackSummary.extract(iter(frames[first:] or frames))
+    left_out = len(summary) - MOST_FRAMES
+    text = "".join(traceback.format_list(summary[-MOST_FRAMES:])).splitlines()
+    return [f"  … {left_out} outer calls", *text] if left_out > 0 else text
+
+
+def _runs_programs(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return is_inside(name) or name == "<string>"  # the fork server's own first line

@@ -88,6 +88,17 @@ class RankRecord(NamedTuple):
     imported: Sequence[str] = ()
 
 
+class RankStack(NamedTuple):
+    """The place and the stack of one rank, and how long it has called nothing."""
+
+    rank: int
+    place: str  # "file:line" in the program, or what it does outside of it
+    lines: list[str]  # its Python stack, the innermost call last; as text, with source lines
+    quiet: float | None = None  # seconds in which it has called nothing of torch.distributed
+    busy: float = 0.0  # cores that its process has used in the last second or two
+    waits: str = ""  # on sim: "in recv for rank 1", or "for its turn"
+
+
 class Failure(NamedTuple):
     """The exception that ended a rank's program."""
 
