@@ -144,13 +144,12 @@ def test_a_draw_changes_the_generators_memory():
 
 
 def test_device_mesh_describes_the_group_of_each_axis():
-    def axes():
+    def axes(rank):
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
         return [torch_private.mesh_axis(mesh.get_group(name)) for name in ("dp", "cp", "tp")]
 
-    for backend in ("gloo", "sim"):
-        found = p101.launch(axes, world_size=4, backend=backend).results[0]
-        assert found == ["dp", "cp", "tp"], moved("DeviceMesh's group_desc", "event.group.axis")
+    found = simulate(axes, 4).results[0]
+    assert found == ["dp", "cp", "tp"], moved("DeviceMesh's group_desc", "event.group.axis")
 
 
 def test_the_new_group_hook():

@@ -7,10 +7,11 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-import parallel101 as p101
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.process_state import ACCELERATE as NAME
 from parallel101.laboratory.sim.process_state import ITS_CLASSES, ProcessStates
+
+from .programs import run
 
 
 def library():
@@ -48,9 +49,11 @@ def program():
         sys.modules.pop(NAME, None)
 
 
-def test_a_rank_reads_what_it_has_written():
-    results = p101.launch(program, world_size=2, backend="sim").results
-    assert results == [(None, rank, rank, rank + 10) for rank in range(2)]
+def test_a_rank_reads_what_it_has_written(monkeypatch):
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    assert run(lambda rank: program(), 2).results == [
+        (None, rank, rank, rank + 10) for rank in range(2)
+    ]
 
 
 def test_the_state_from_before_the_run_comes_back(monkeypatch):

@@ -339,17 +339,20 @@ def test_a_futures_callback_may_start_the_next_collective():
     assert run(program, 2).results == [2.0, 2.0]
 
 
-def test_the_payload_is_what_the_rank_put_in():
+def test_payload_and_shape_are_of_what_the_rank_put_in():
     def program(rank):
         dist.all_reduce(torch.full((2,), float(rank)))
         dist.all_reduce(torch.zeros(100))
+        give = [torch.ones(1), torch.ones(1)]
+        dist.all_to_all([torch.empty(1), torch.empty(1)], give)  # each may have another shape
+        dist.all_to_all_single(torch.empty(2, 1), torch.ones(2, 1))
 
     events = trace(run(program, 2, payload_bytes=8)).events
-    assert [(e.rank, e.payload) for e in events] == [
-        (0, [0.0, 0.0]),
-        (1, [1.0, 1.0]),
-        (0, None),
-        (1, None),
+    assert [(e.payload, e.shape) for e in events if e.rank == 1] == [
+        ([1.0, 1.0], (2,)),
+        (None, (100,)),
+        ([1.0, 1.0], ()),
+        ([1.0, 1.0], (2, 1)),
     ]
 
 

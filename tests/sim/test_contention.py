@@ -199,18 +199,15 @@ def test_two_levels_use_all_rails_and_a_flat_ring_one():
 
 
 def test_ranks_of_a_node_share_its_outgoing_link():
-    # two messages from node 0 to nodes 1 and 2, and at the same time one inside each node
+    """Two messages from node 0 to nodes 1 and 2, and at the same time one inside each node."""
+    pairs = (0, 2), (1, 4), (2, 3), (5, 4)
+
     def program(rank):
-        pairs = [(0, 2), (1, 4), (2, 3), (5, 4)]
         works = [dist.isend(torch.zeros(1), dst) for src, dst in pairs if src == rank]
         wait_for(works + [dist.irecv(torch.zeros(1), src) for src, dst in pairs if dst == rank])
 
-    network = Network.two_level(
-        2, latency=2.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf
-    )
-    times = {
-        (e.rank, e.peer): (e.start, e.end)
-        for e in trace(run(program, 6, network)).events
-        if e.kind == "send"
-    }
+    free = {"bandwidth": math.inf, "inside_bandwidth": math.inf}
+    network = Network.two_level(2, latency=2.0, inside_latency=1.0, **free)
+    messages = trace(run(program, 6, network)).messages()
+    times = {(m.src, m.dst): (m.start, m.end) for m in messages}
     assert times == {(0, 2): (0, 2), (1, 4): (2, 4), (2, 3): (0, 1), (5, 4): (0, 1)}

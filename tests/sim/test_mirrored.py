@@ -132,9 +132,14 @@ def sums_numbers(sizes):
     all_reduce(torch.ones(8), group=Axes(None, sizes).along(["dp"]), algorithm="direct")
 
 
+def differs(sizes):
+    dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
+        (differs, "the ranks use different reductions: sum and max"),
         (tree, "waits forever.*trees and doubling need all ranks"),
         (sums_numbers, "and numbers only in operations.*Use the meta"),
     ],

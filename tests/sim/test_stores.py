@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-import parallel101 as p101
+from .programs import run, trace
 
 
 def on_sim(program, n=3):
-    return p101.launch(program, world_size=n, backend="sim", timeout=60).results
+    return run(lambda rank: program(), n).results
 
 
 def test_a_rank_waits_until_another_has_set_the_key():
@@ -65,8 +65,8 @@ def test_a_message_and_a_key_wait_at_the_same_virtual_times():
             store.get("sent")
             dist.send(torch.ones(1), 1)
 
-    run = p101.launch(program, world_size=3, backend="sim", trace=True)
-    first, second = sorted(run.trace.messages(), key=lambda message: message.start)
+    messages = trace(run(lambda rank: program(), 3)).messages()
+    first, second = sorted(messages, key=lambda message: message.start)
     assert second.start == first.end
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import TimeWindow, time_windows
 from parallel101.laboratory.record.events import P2P, Event, Message
-from parallel101.laboratory.record.totals import NOTHING, WAIT, SumKey, Sums, add_to, is_call
+from parallel101.laboratory.record.totals import NOTHING, WAIT, SumKey, Sums, is_call, sums_by_key
 from parallel101.laboratory.record.trace import Trace
 
 RankSums = dict[int, dict[SumKey, Sums]]  # by rank
@@ -40,10 +40,7 @@ def rank_sums(trace: Trace, within: str | None = None, unfinished: bool = False)
     calls = (event for event in events if is_call(event) and window.has_post(event))
     for event in (*(trace.earlier if within is None else ()), *calls):
         counted[event.rank].append(event)
-    sums: RankSums = {rank: {} for rank in range(trace.world_size)}
-    for rank in sums:
-        add_to(sums[rank], counted[rank])
-    return sums
+    return {rank: sums_by_key(counted[rank]) for rank in range(trace.world_size)}
 
 
 def is_collective(key: SumKey) -> bool:

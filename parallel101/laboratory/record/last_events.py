@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from parallel101.laboratory.record.events import Event, EventRow
 from parallel101.laboratory.record.rank_files import RankFiles
-from parallel101.laboratory.record.totals import EventSums
+from parallel101.laboratory.record.totals import summed
 
 LAST_EVENTS = 100_000  # of a rank, which `parallel101 run` keeps by default
 BATCHES = 10  # in which they are
@@ -64,7 +64,7 @@ class LastEvents(threading.Thread):
         self.files = files
         self.batches: deque[Batch] = deque()
         self.taken = 0  # how many events have left `recorded`
-        self.summed = EventSums()  # these
+        self.summed: list[Event] = []  # sums over these
         # who reads or changes them holds it; what a garbage collection runs never does
         self.lock = threading.Lock()
         self.over = threading.Event()
@@ -93,12 +93,12 @@ class LastEvents(threading.Thread):
                 rows: list[EventRow] = [tuple(event) for event in events]
                 number = self.taken // self.size + 1
                 packed = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
-                batch = Batch(number, packed, self.summed.events())
+                batch = Batch(number, packed, self.summed)
                 self.batches.append(batch)
                 # one step each, so that nothing is lost that the program appends meanwhile
                 del self.recorded[: self.size]
                 self.taken += self.size
-                self.summed.add(events)
+                self.summed = summed([*self.summed, *events])
                 if self.files is not None:
                     self.files.write_batch(number, rows, (), batch.earlier)
                 while self.batches and self._kept() - self.size >= self.limit:
@@ -119,7 +119,7 @@ class LastEvents(threading.Thread):
             if count > self.written_count:
                 rows = [tuple(event) for event in self.in_seconds(list(self.recorded))]
                 number = self.taken // self.size + 1
-                self.files.write_batch(number, rows, unfinished, self.summed.events())
+                self.files.write_batch(number, rows, unfinished, self.summed)
                 self.written_count = count
             self.written = time.monotonic()
 
@@ -131,5 +131,5 @@ class LastEvents(threading.Thread):
         self.take_batches()
         with self.lock:
             rows = [row for batch in self.batches for row in pickle.loads(batch.packed)]
-            earlier = self.batches[0].earlier if self.batches else self.summed.events()
+            earlier = self.batches[0].earlier if self.batches else self.summed
             return rows + newest(), earlier

@@ -1,7 +1,7 @@
 """Sums of events that a record no longer keeps, for each rank.
 
     all events of a rank:  ▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▫▪▪▪▪▪▪▪▪▪▪
-                           └── EventSums ──────────┘└ kept ──┘
+                           └── summed ─────────────┘└ kept ──┘
 
 Sums are by line, kind, peer and group, so that counts, bytes and seconds of the whole run stay
 known. What needs both sides of a call, such as how late another rank was, is known for the kept
@@ -57,61 +57,46 @@ class Sums(NamedTuple):
 NOTHING = Sums(0, 0, 0.0, 0.0)
 
 
-class EventSums:
-    """Sums over the events of one rank.
+def summed(events: Sequence[Event]) -> list[Event]:
+    """Return the marks among one rank's events, and an event for each sum over the others.
 
-    Attributes:
-        sums: by line, kind, peer and group.
-        marks: the start and the end of the script and the first call, which are not summed.
-        begin, until: the earliest start and the latest end of all these events, in seconds.
+    Some may be sums already. Marks are the start and the end of the script, and the first call.
+    Times are in seconds.
     """
-
-    def __init__(self) -> None:
-        self.sums: dict[SumKey, Sums] = {}
-        self.marks: list[Event] = []
-        self.begin, self.until, self.rank = float("inf"), float("-inf"), 0
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Add events of the rank, and sums. Times are in seconds."""
-        marks = [e for e in events if e.args and "script" in e.args]
-        calls = [e for e in events if is_call(e) and not is_wait(e)]
-        if calls and not any(map(is_call, self.marks)):
-            marks.append(min(calls, key=lambda e: e.posted))
-        self.marks += marks
-        left_out = set(map(id, marks))
-        add_to(self.sums, (e for e in events if id(e) not in left_out))
-        for e in events:
-            self.rank = e.rank
-            self.begin, self.until = min(self.begin, e.start), max(self.until, e.end)
-
-    def events(self) -> list[Event]:
-        """Return the marks, and an event for each sum."""
-        return self.marks + [
-            Event(
-                self.rank,
-                nbytes=sums.nbytes,
-                start=self.begin,
-                end=self.until,
-                posted=self.begin,
-                args={COUNT: sums.events, "seconds": sums.seconds, "longest": sums.longest},
-                **key._asdict(),
-            )
-            for key, sums in self.sums.items()
-        ]
+    marks = [e for e in events if e.args and "script" in e.args]
+    if calls := [e for e in events if is_call(e) and not is_wait(e)]:
+        marks.append(min(calls, key=lambda e: e.posted))
+    left_out = set(map(id, marks))
+    begin = min((e.start for e in events), default=0.0)
+    end = max((e.end for e in events), default=0.0)
+    return marks + [
+        Event(
+            events[0].rank,
+            nbytes=sums.nbytes,
+            start=begin,
+            end=end,
+            posted=begin,
+            args={COUNT: sums.events, "seconds": sums.seconds, "longest": sums.longest},
+            **key._asdict(),
+        )
+        for key, sums in sums_by_key(e for e in events if id(e) not in left_out).items()
+    ]
 
 
-def add_to(sums: dict[SumKey, Sums], events: Iterable[Event]) -> None:
-    """Add events, of which some may be sums, to the sums by key."""
+def sums_by_key(events: Iterable[Event]) -> dict[SumKey, Sums]:
+    """Return the sums over one rank's events, of which some may be sums."""
     # equal groups are one object in a run, and to compare their ranks would take longer
     alike: dict[tuple, list[Event]] = defaultdict(list)
     for e in events:
         alike[WAIT if is_wait(e) else e.kind, e.name, e.where, e.peer, id(e.group)].append(e)
+    sums: dict[SumKey, Sums] = {}
     for (kind, name, where, peer, _), same in alike.items():
         key = SumKey(kind, name, where, peer, same[0].group)
         if key not in sums and len(sums) >= MOST_KEYS:
             key = SumKey(kind, None, OTHER, peer, NO_GROUP)
         for e in same:
             sums[key] = sums.get(key, NOTHING).plus(sums_of(e))
+    return sums
 
 
 def sums_of(event: Event) -> Sums:
