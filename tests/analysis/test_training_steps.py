@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.training_steps import training_steps
+from parallel101.laboratory.analysis.run_window import training_steps
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP, span
 from tests.record.test_last_events import window

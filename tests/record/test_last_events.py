@@ -11,11 +11,13 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.laboratory.analysis.traffic import collective_totals, slowest_links, traffic
 from parallel101.laboratory.analysis.waiting import rank_times, slowest_calls, waits
+from parallel101.laboratory.record.events import span_event
 from parallel101.laboratory.record.last_events import LastEvents
 from parallel101.laboratory.record.rank_files import (
     RankFiles,
     join_rank_files,
 )
+from parallel101.laboratory.record.totals import MOST_KEYS, summed, sums_of
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import recorder, span
 from tests.sim.programs import run, trace
@@ -121,6 +123,13 @@ def test_files_rotate_and_those_of_a_killed_rank_are_read(whole, dies, tmp_path)
     assert missing == [] and cut_short == [1] * dies
     assert joined.kept_text == window(whole, limit).kept_text
     assert tables_of(joined)[1] == tables_of(whole)[1]
+
+
+def test_a_program_with_many_names_has_the_rest_of_its_sums_together():
+    spans = [span_event(0, f"step {i}", 0.0, 1.0) for i in range(MOST_KEYS + 10)]
+    sums = summed(spans)
+    assert len(sums) == MOST_KEYS + 1 == len(summed([*sums, *spans]))
+    assert sum(sums_of(e).events for e in sums) == len(spans)
 
 
 def test_a_short_run_keeps_all_its_events(whole):

@@ -372,6 +372,15 @@ def test_a_sum_of_complex_numbers():
     run(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64)), 2)
 
 
+def test_a_dtype_that_a_reduction_lacks_is_an_error_of_the_rank_that_passes_it():
+    def program(rank):
+        for op, dtype in ((dist.ReduceOp.SUM, torch.uint16), (dist.ReduceOp.MAX, torch.complex64)):
+            with pytest.raises(RuntimeError, match="not implemented for"):
+                dist.group.WORLD.allreduce(torch.ones(2).to(dtype), op)
+
+    run(program, 2)
+
+
 REFUSED = {  # on the rank that passes it, as on gloo
     "dtypes: torch.float32 and torch.int64": lambda x: dist.reduce_scatter_single(
         x, torch.ones(4).long()

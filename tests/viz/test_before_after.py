@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.analysis.rank_blocks import given_blocks, returned_blocks
-from parallel101.laboratory.analysis.replay import replay_of
+from parallel101.laboratory.analysis.replay import given_blocks, replay_of, returned_blocks
 from tests.viz import programs as p
 from tests.viz.drawn import SVG
 

@@ -23,9 +23,8 @@ from array import array
 from html import escape
 from importlib.resources import files
 
-from parallel101.laboratory.analysis.run_window import window
+from parallel101.laboratory.analysis.run_window import TrainingSteps, training_steps, window
 from parallel101.laboratory.analysis.traffic import traffic
-from parallel101.laboratory.analysis.training_steps import TrainingSteps, training_steps
 from parallel101.laboratory.analysis.waiting import (
     Wait,
     late_for,

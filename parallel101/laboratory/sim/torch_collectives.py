@@ -20,6 +20,7 @@ group.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -198,6 +199,13 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 _BITWISE = ("band", "bor", "bxor")
 
 
+@functools.cache
+def _reduces(op: str, dtype: torch.dtype) -> None:
+    """Raise torch's error, on the rank that calls, for a dtype that the reduction lacks."""
+    one = torch.ones(1, device="cpu").to(dtype)
+    _REDUCTIONS[op](one, one)
+
+
 def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
     """All-reduce sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
     for tensors in zip(*ranks, strict=True):
@@ -232,6 +240,8 @@ def check_reduction(
                 f"the reduction {op!r} works on the bits of whole numbers, and these are "
                 f"{str(tensor.dtype).removeprefix('torch.')}"
             )
+        if not tensor.is_meta:
+            _reduces(op, tensor.dtype)
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:

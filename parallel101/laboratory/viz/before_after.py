@@ -4,7 +4,7 @@
              a1 b1 c1    ──▶         b0 b1 b2       an all-to-all is a transposition
              a2 b2 c2                c0 c1 c2
 
-What the blocks are is computed in `laboratory.analysis.rank_blocks`, from what each rank returned.
+What the blocks are is computed in `laboratory.analysis.replay`, from what each rank returned.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from parallel101.laboratory.analysis.rank_blocks import (
+from parallel101.laboratory.analysis.replay import (
     ChunkPart,
+    Replay,
     given_blocks,
     is_transposed,
+    replay_of,
     returned_blocks,
 )
-from parallel101.laboratory.analysis.replay import Replay, replay_of
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import ranks_text

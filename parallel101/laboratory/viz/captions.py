@@ -18,8 +18,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel101.laboratory.analysis.rank_blocks import ChunkPart, is_transposed
-from parallel101.laboratory.analysis.replay import START, Replay
+from parallel101.laboratory.analysis.replay import START, ChunkPart, Replay, is_transposed
 from parallel101.laboratory.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.laboratory.record.events import P2P
 from parallel101.laboratory.record.units import (
