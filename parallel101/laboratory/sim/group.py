@@ -43,9 +43,11 @@ from parallel101.laboratory.sim.message_matching import (
     refuse,
 )
 from parallel101.laboratory.sim.torch_collectives import (
+    GLOO_DTYPES,
     Buffers,
     buffers_of,
     check_buffers,
+    check_dtypes,
     check_reduction,
     duration,
     execute,
@@ -124,6 +126,7 @@ class SimGroup(PointToPointGroup):
     """One rank's view of a group of virtual ranks."""
 
     averages_integers = False
+    dtypes = GLOO_DTYPES
 
     def __init__(
         self,
@@ -199,6 +202,7 @@ class SimGroup(PointToPointGroup):
         elsewhere = (problem for t in flat(args) if (problem := on_a_device(t, spec.kind)))
         if problem := next(elsewhere, None) or spec.unfit(args, spec.kind):
             refuse(problem, member, where)
+        check_dtypes(spec.kind, flat(args), self.dtypes)
         others = tuple(rank for rank in self.ranks if rank != member.number)
         call = Call(member.number, spec.kind, others, self.label, self.posted + 1, where)
         call = spec.with_arguments(call, args, self.ranks)

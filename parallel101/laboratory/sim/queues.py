@@ -62,6 +62,7 @@ from parallel101.laboratory.sim.clock import World
 from parallel101.laboratory.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.laboratory.sim.message_matching import MessageWork
 from parallel101.laboratory.sim.nccl_warnings import CollectiveKey, NcclWarnings
+from parallel101.laboratory.sim.torch_collectives import NCCL_DTYPES
 
 
 class Operation(SimWork):
@@ -247,6 +248,7 @@ class QueuedGroup(SimGroup):
     """One rank's view of a group under NCCL's rules. Its backend is called "sim_nccl"."""
 
     averages_integers = True
+    dtypes = NCCL_DTYPES
     shared: QueuedState
 
     def __init__(self, shared: QueuedState, *args: Any):

@@ -20,7 +20,6 @@ group.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,8 +71,26 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     return [Buffers(side("inputs", x, in_rows), side("outputs", y, out_rows)) for y, x in calls]
 
 
+# what torch's backends take (ProcessGroupGloo.cpp, GENERATE_ALL_TYPES; NCCL.cpp, ncclDataType)
+GLOO_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.complex64, torch.complex128}
+)
+NCCL_DTYPES = GLOO_DTYPES | {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def check_dtypes(kind: str, tensors: Iterable[torch.Tensor], taken: frozenset[torch.dtype]) -> None:
+    """Raise RuntimeError, as torch's backends do, for a dtype that they do not take."""
+    for tensor in tensors:
+        if tensor.dtype not in taken and not tensor.is_meta:
+            raise RuntimeError(
+                f"{kind} of {tensor.dtype}, but torch's collectives take only "
+                f"{listed(sorted(map(str, taken)))}: convert the tensor"
+            )
+
+
 def check_buffers(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) -> None:
-    """Raise ValueError, as gloo does, for tensors that aren't one of one size for each rank.
+    """Raise RuntimeError, as gloo does, for tensors that aren't one of one size for each rank.
 
     (What an all-to-all gives and expects may differ: the ranks compare it.)
     """
@@ -81,7 +98,7 @@ def check_buffers(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) 
         for side in _SPREAD.get(kind, ()):
             count = len(getattr(given, side))
             if count != p and (at_root or kind not in ("gather", "scatter")):
-                raise ValueError(
+                raise RuntimeError(
                     f"{kind}'s list of {side} has {count} tensor{'s' * (count != 1)}, and the "
                     f"group has {p} rank{'s' * (p != 1)}: pass one tensor for each rank"
                 )
@@ -91,7 +108,7 @@ def check_buffers(kind: str, buffers: Sequence[Buffers], p: int, at_root: bool) 
             facts["sizes"] = {str(t.numel()) for t in tensors}
         for what, different in facts.items():
             if len(different) > 1:
-                raise ValueError(
+                raise RuntimeError(
                     f"{kind}'s tensors have different {what}: {listed(sorted(different))}. Pass "
                     "tensors of one dtype, and of one size for all ranks"
                 )
@@ -118,10 +135,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[torch.Tensor]:
     """Split a tensor along dim 0 into p pieces, equally or with the given numbers of rows."""
     if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
-        raise ValueError("Tensors must be contiguous, as they are split along dim 0")
+        raise RuntimeError("Tensors must be contiguous, as they are split along dim 0")
     if not rows:
         if tensor.numel() % p:
-            raise ValueError(
+            raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal pieces, "
                 "one for each rank"
             )
@@ -129,7 +146,7 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[torch
     else:
         length = tensor.shape[0] if tensor.dim() else 1
         if len(rows) != p or sum(rows) != length:
-            raise ValueError(
+            raise RuntimeError(
                 f"split sizes {list(rows)} do not fit {p} ranks and a tensor of {length} rows: "
                 f"pass one size for each rank, {length} in total"
             )
@@ -199,13 +216,6 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 _BITWISE = ("band", "bor", "bxor")
 
 
-@functools.cache
-def _reduces(op: str, dtype: torch.dtype) -> None:
-    """Raise torch's error, on the rank that calls, for a dtype that the reduction lacks."""
-    one = torch.ones(1, device="cpu").to(dtype)
-    _REDUCTIONS[op](one, one)
-
-
 def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
     """All-reduce sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
     for tensors in zip(*ranks, strict=True):
@@ -218,30 +228,27 @@ def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
 def check_reduction(
     op: str, tensors: Iterable[torch.Tensor], averages_integers: bool = False
 ) -> None:
-    """Raise ValueError for a reduction that these tensors do not have.
+    """Raise RuntimeError, as gloo does, for a reduction that these tensors do not have.
 
     Args:
-        averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc); gloo raises a
-            RuntimeError.
+        averages_integers: as NCCL does (ncclDevSumPostDiv in its src/enqueue.cc).
     """
     if op not in _REDUCTIONS:
-        raise ValueError(
+        raise RuntimeError(
             f"the sim backend does not have the reduction {op!r}; it has {', '.join(_REDUCTIONS)}"
         )
     for tensor in tensors:
         whole = not (tensor.is_floating_point() or tensor.is_complex())
         if op == "avg" and whole and (tensor.dtype == torch.bool or not averages_integers):
-            raise ValueError(
+            raise RuntimeError(
                 f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use a "
                 "sum, and divide it"
             )
         if op in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
+            raise RuntimeError(
                 f"the reduction {op!r} works on the bits of whole numbers, and these are "
                 f"{str(tensor.dtype).removeprefix('torch.')}"
             )
-        if not tensor.is_meta:
-            _reduces(op, tensor.dtype)
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
