@@ -109,7 +109,8 @@ def test_two_layers_are_whole_at_a_time_and_a_leaked_one_raises_the_figure():
 
 def left_over():
     """What is alive of trainers that nobody holds any more."""
-    builds = {**TRAINERS, "pipeline": partial(p101.PipelineTrainer, verify=False)}
+    pipeline = partial(p101.PipelineTrainer, verify=False)
+    builds = {**TRAINERS, "pipeline": pipeline, "verified": p101.DataParallelTrainer}
     alive = []
     gc.disable()
     try:

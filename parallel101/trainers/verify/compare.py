@@ -150,7 +150,8 @@ class Comparison:
         try:
             yield alone
         finally:
-            alone.__dict__.clear()  # it has cycles, which would keep weights in memory
+            for part in (alone.runner, alone):  # their cycles would keep weights in memory
+                part.__dict__.clear()
             self.snapshot.restore()
 
     def of_one_process(self) -> dict[str, Any]:
