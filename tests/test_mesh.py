@@ -17,7 +17,7 @@ import parallel101 as p101
 from parallel101.mesh import Group, along, group_of, split_sizes
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(n=st.integers(0, 10_000), p=st.integers(1, 300))
 def test_a_split_is_balanced_and_in_order_and_covers_everything(n, p):
     sizes = split_sizes(n, p)
@@ -33,7 +33,7 @@ def test_a_split_of_a_negative_number_or_over_no_ranks_is_an_error():
             split_sizes(n, p)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
 def test_along_gives_the_ranks_that_differ_on_those_axes_only(shape, data):
     positions = torch.arange(math.prod(shape)).view(shape)

@@ -400,7 +400,7 @@ def test_two_levels(shape):
             assert run["all_reduce ring"] == closed_form("all_reduce", "ring", p, 12 * p)
 
 
-@pytest.mark.parametrize("rails", [1, 2, 4])
+@pytest.mark.parametrize("rails", [2, 4])
 def test_two_levels_on_rails(rails):
     """All ranks of a node send on their own rails; a flat ring leaves a node by one rail."""
     shape, nbytes = (3, 4), 12 * 12
@@ -425,26 +425,26 @@ def test_an_all_gather_on_a_line_takes_as_long_as_on_a_one_way_ring():
     """n − 1 hops instead of n / 2, so nearly twice as long: "How to Scale Your Model", part 3, pop
     quiz 2. The end of a line has one link, over which all other blocks arrive.
     """
-    for p in (4, 6):
-        run = {
-            wraparound: counted(
-                (p,),
-                [("all_gather", "ring"), ("all_gather", "bidirectional_ring")],
-                partial(Network.ring, wraparound=wraparound),
-            )
-            for wraparound in (True, False)
-        }
-        ring, line = run[True], run[False]
-        assert ring["all_gather bidirectional_ring"][::2] == (p // 2, p // 2 * 12)
-        # its last message goes back to rank 0, over links that nothing else needs
-        assert line["all_gather ring"][::2] == ring["all_gather ring"][::2] == (p - 1, (p - 1) * 12)
-        assert line["all_gather bidirectional_ring"].path >= (p - 1) * 12
-        w = partial(p101.cost.all_gather, 12 * p, p, "TPU v4p")
-        assert line["all_gather ring"].path / ring[
-            "all_gather bidirectional_ring"
-        ].path == pytest.approx(
-            w(wraparound=False).bandwidth_seconds / w(wraparound=True).bandwidth_seconds
+    p = 6
+    run = {
+        wraparound: counted(
+            (p,),
+            [("all_gather", "ring"), ("all_gather", "bidirectional_ring")],
+            partial(Network.ring, wraparound=wraparound),
         )
+        for wraparound in (True, False)
+    }
+    ring, line = run[True], run[False]
+    assert ring["all_gather bidirectional_ring"][::2] == (p // 2, p // 2 * 12)
+    # its last message goes back to rank 0, over links that nothing else needs
+    assert line["all_gather ring"][::2] == ring["all_gather ring"][::2] == (p - 1, (p - 1) * 12)
+    assert line["all_gather bidirectional_ring"].path >= (p - 1) * 12
+    w = partial(p101.cost.all_gather, 12 * p, p, "TPU v4p")
+    assert line["all_gather ring"].path / ring[
+        "all_gather bidirectional_ring"
+    ].path == pytest.approx(
+        w(wraparound=False).bandwidth_seconds / w(wraparound=True).bandwidth_seconds
+    )
 
 
 def test_a_rank_with_nothing_to_send_sends_nothing():

@@ -32,7 +32,10 @@ from parallel101.trainers.one_axis import DataParallelTrainer, ShardedTrainer
 
 def train(build):
     model = MLP([4, 8, 8, 4], dtype=torch.float64)
-    trainer = build(model, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)
+    trainer = build(
+        model, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5,
+        verify=build is ShardedTrainer,
+    )
     x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(10, 4)
     return trainer.fit([(x, x.sin())] * 3, progress=False).losses
 
