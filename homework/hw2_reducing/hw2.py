@@ -177,7 +177,7 @@ def chain_broadcast(x: torch.Tensor, root: int, m: int) -> torch.Tensor:
 
     No rank sends more than S bytes, where x has S, and the last one sends nothing. It takes
     n − 2 + m steps of S/m bytes. Here a rank that alternates between sending and receiving is too
-    slow.
+    slow. The steps count only along a chain, whose last rank sends nothing.
 
     Points: 30 % value, 20 % bytes, 50 % steps.
     """

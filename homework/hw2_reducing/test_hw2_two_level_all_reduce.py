@@ -1,6 +1,7 @@
 """Exercise 8d: an all-reduce on two levels, in which every rail carries the same bytes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,8 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     ITS_INPUT,
     MESSAGES,
+    SMALL,
+    at_most,
     bytes_sent,
     communicated,
     failed,
@@ -105,12 +108,19 @@ def sent_between(trial: Trial) -> list[int]:
     return sent
 
 
-def rail_too_busy(trial: Trial) -> str | None:
-    most = between_bytes(trial.case)
-    for rank, sent in enumerate(sent_between(trial)):
-        if sent > most + 64:
-            return f"rank {rank} sent {sent} bytes to other nodes; {most} are enough"
-    return None
+def rails_share() -> Check:
+    """Check a rank's bytes: to other nodes, and in all."""
+    rails = at_most(
+        "bytes",
+        "every rail carries the same, 2·(N − 1)/N·S/k, and no rank sends more than that and "
+        "2·(k − 1)·S/k",
+        sent_between,
+        between_bytes,
+        "rank {rank} sent {found} bytes to other nodes; {most} are enough",
+        lambda case: SMALL,
+    )
+    sent = bytes_sent(all_bytes, rails.says)
+    return replace(sent, wrong=lambda trial: rails.wrong(trial) or sent.wrong(trial))
 
 
 # ---- misconceptions ----
@@ -162,6 +172,29 @@ def leaders_only(trials: Sequence[Trial]) -> bool:
     """Check whether results are right, but only one rail is busy."""
     large = several_nodes(trials)
     return bool(large) and all(right(t) and one_rail(t) for t in large)
+
+
+@mistake(
+    "strided ranks taken for a node",
+    "Ranks i, i + N, i + 2·N, … are taken for a node. They are on different nodes, so the larger "
+    "part of the bytes goes between nodes.",
+)
+def strided_nodes(trials: Sequence[Trial]) -> bool:
+    """Check whether results are right, but nodes and rails are those of ranks N apart."""
+    large = several_nodes(trials)
+
+    def strided(trial: Trial) -> bool:
+        nodes = trial.case.facts["nodes"]
+        return all(
+            event.peer % nodes == event.rank % nodes or event.peer // nodes == event.rank // nodes
+            for event in trial.trace.events
+            if event.kind == "send" and event.peer is not None
+        )
+
+    return bool(large) and all(
+        right(t) and strided(t) and max(sent_between(t)) > between_bytes(t.case) + SMALL
+        for t in large
+    )
 
 
 @mistake(
@@ -235,8 +268,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
     cases=two_level_cases,
     checks=(
         value("every rank returns the sum", keeps="x"),
-        bytes_sent(all_bytes, "no rank sends more than 2·(k − 1)·S/k + 2·(N − 1)/N·S/k"),
-        Check("bytes", "every rail carries the same, 2·(N − 1)/N·S/k", rail_too_busy),
+        rails_share(),
         steps(fewest, "2·(k − 1) + 2·(N − 1) steps", slack=lambda case: fewest(case) / 2),
     ),
     least_received=x_each,
@@ -246,6 +278,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         node_only,
         flat_ring,
         leaders_only,
+        strided_nodes,
         whole_between_nodes,
         not_divided,
         counted_twice(results),

@@ -158,7 +158,7 @@ def train_zero3(
     3(n−1)/n · S bytes per step: the weights twice and the gradients once.
 
     Points: 15 % value, 20 % bytes, 65 % memory. Of the memory, the gathered weights count four
-    times as much as the optimizer's state.
+    times as much as the optimizer's state, and only if no whole gradients are sent.
     """
     raise NotImplementedError("train_zero3 is not written yet")
 

@@ -290,15 +290,22 @@ def gradients_are_freed() -> Check:
     )
 
 
+def sends_three_times() -> Check:
+    return bytes_sent(shared_bytes(3), "3(n−1)/n of the weights' bytes per step", slack)
+
+
 def two_layers() -> Check:
-    return at_most(
+    """Check the gathered weights. An all-reduce also brings whole gradients to every rank."""
+    peak = at_most(
         "memory",
-        "whole weights of at most two layers at once",
+        "whole weights of at most two layers at once, and no whole gradients sent",
         lambda trial: measured(trial, "peak"),
         lambda case: 2 * case.facts["layer"] if case.world_size > 1 else math.inf,
         "rank {rank} had {found} bytes of whole weights at once; those of two layers are {most}",
         lambda case: 4 * ITEM * case.world_size,
     )
+    sent = sends_three_times()
+    return replace(peak, wrong=lambda trial: peak.wrong(trial) or sent.wrong(trial))
 
 
 # ---- misconceptions ----
@@ -585,7 +592,7 @@ EXERCISES = [
         imports=AUTOGRAD,
         checks=(
             weights_equal(),
-            bytes_sent(shared_bytes(3), "3(n−1)/n of the weights' bytes per step", slack),
+            sends_three_times(),
             replace(two_layers(), weight=4.0),
             optimizer_is_sharded(),
         ),

@@ -71,7 +71,8 @@ def ring_attention_forward(
     K and V are exchanged n − 1 times, in one message or in two. A rank never holds more than a few
     blocks of them. The next block is in flight while the current one is computed.
 
-    Points: 15 % value, 10 % bytes, 5 % steps, 50 % memory, 20 % overlap.
+    Points: 20 % value, 10 % bytes, 5 % steps, 15 % memory, 50 % overlap. The overlap counts only if
+    no rank holds more than a few blocks.
     """
     raise NotImplementedError("ring_attention_forward is not written yet")
 

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -203,6 +204,7 @@ def sharing(trial: Trial, rank: int, axes: Collection[str]) -> set[int]:
     return {other for other in range(trial.world_size) if at(other) == at(rank)}
 
 
+@lru_cache(maxsize=256)
 def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
     """Return the ranks whose gradients add up to this rank's; None if it is no sum of them."""
     locals_ = [local.get(name) for local in measured(trial, "local")]

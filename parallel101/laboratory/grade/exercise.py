@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ class Unwaited:
     where: str
 
 
-@dataclass
+@dataclass(eq=False)  # so that a rule can remember what it found in a trial
 class Trial:
     """The results and the record of one case.
 
@@ -342,5 +342,11 @@ def module_of(path: str, source: str, name: str, register: bool = False) -> type
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     if register:
         sys.modules[name] = module
-    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    exec(compiled(source, path), module.__dict__)
     return module
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str, path: str) -> types.CodeType:
+    """Return the code of a source text. A rank runs it again for each number of ranks."""
+    return compile(source, path, "exec", dont_inherit=True)

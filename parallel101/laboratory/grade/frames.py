@@ -18,6 +18,7 @@ import math
 import socket
 import struct
 import time
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -65,8 +66,8 @@ def send(sock: socket.socket, kind: str, **content: Any) -> None:
     Raises OSError if the other side is gone, and TypeError for what no frame can hold.
     """
     parts: list[bytes] = []
-    text = json.dumps([kind, _as_json(content, parts)]).encode()
-    data = b"".join(parts)
+    named = {name: _as_json(value, parts) for name, value in content.items()}
+    text, data = json.dumps([kind, named]).encode(), b"".join(parts)
     sock.sendall(HEAD.pack(len(text), len(data)) + text + data)
 
 
@@ -85,16 +86,16 @@ def receive(sock: socket.socket, until: float | None = None, trusted: bool = Fal
         raise BrokenFrame(
             f"a frame of {texts} + {datas} bytes; at most {MOST_TEXT} + {MOST_BYTES} are allowed"
         )
-    encoded = _read(sock, texts, until)
-    data = io.BytesIO(_read(sock, datas, until))
+    body = _read(sock, texts + datas, until)
+    data = io.BytesIO(memoryview(body)[texts:])
     try:
-        text = json.loads(encoded.decode())
+        text = body[:texts].decode()
         # perhaps half of a surrogate pair, which isn't a character and can't be written to a file
-        if b"\\u" in encoded:
-            text = json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
-        kind, content = text
-        size = datas + TEXT_TAKES * texts
-        return Frame(kind, dict(_from_json(content, data, trusted)), size)
+        if "\\u" in text:
+            plain = json.dumps(json.loads(text), ensure_ascii=False)
+            text = plain.encode("utf-8", "replace").decode()
+        kind, content = json.loads(text, object_hook=partial(_from_json, data, trusted))
+        return Frame(kind, dict(content), datas + TEXT_TAKES * texts)
     except (
         TypeError,
         ValueError,
@@ -130,17 +131,6 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 def _as_json(value: Any, parts: list[bytes]) -> Any:
     """Return a value as JSON; the bytes of its tensors are appended to `parts`."""
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype not in DTYPES or value.device.type == "meta":
-            raise TypeError(
-                f"a tensor of {value.dtype} on {value.device} can't be sent or returned here; it "
-                f"can be one of {', '.join(DTYPES)}, on the CPU"
-            )
-        dense = value.to_dense() if value.is_sparse else value
-        parts.append(tensor_bytes(dense))
-        strides = None if dense.is_contiguous() else dense.stride()
-        return {"tensor": dtype, "shape": value.shape, "strides": strides}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -149,23 +139,35 @@ def _as_json(value: Any, parts: list[bytes]) -> Any:
         return {"tuple": [_as_json(item, parts) for item in value]}
     if isinstance(value, dict):
         return {"dict": [_as_json(list(item), parts) for item in value.items()]}
-    raise TypeError(
-        f"returned an object of type {type(value).__name__}; return tensors, numbers, text, or "
-        "lists, tuples and dicts of them"
-    )
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"returned an object of type {type(value).__name__}; return tensors, numbers, text, or "
+            "lists, tuples and dicts of them"
+        )
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or value.device.type == "meta":
+        raise TypeError(
+            f"a tensor of {value.dtype} on {value.device} can't be sent or returned here; it can "
+            f"be one of {', '.join(DTYPES)}, on the CPU"
+        )
+    dense = value.to_dense() if value.is_sparse else value
+    parts.append(tensor_bytes(dense))
+    strides = None if dense.is_contiguous() else dense.stride()
+    return {"tensor": dtype, "shape": value.shape, "strides": strides}
 
 
-def _from_json(text: Any, data: BinaryIO, strided: bool) -> Any:
-    """Return the value that `_as_json` was given."""
-    if isinstance(text, list):
-        return [_from_json(item, data, strided) for item in text]
-    if not isinstance(text, dict):
-        return text
-    if "tuple" in text:
-        return tuple(_from_json(text["tuple"], data, strided))
-    if "dict" in text:
-        return dict(_from_json(text["dict"], data, strided))
-    dtype, shape = DTYPES[text["tensor"]], text["shape"]
+def _from_json(data: BinaryIO, strided: bool, found: dict[str, Any]) -> Any:
+    """Return the value for an object of JSON, whose parts are values already.
+
+    JSON is read from its beginning, so tensors' bytes come in the order in which they were written.
+    """
+    if "tuple" in found:
+        return tuple(found["tuple"])
+    if "dict" in found:
+        return dict(found["dict"])
+    if "tensor" not in found:
+        return found
+    dtype, shape = DTYPES[found["tensor"]], found["shape"]
     if not all(type(n) is int and 0 <= n <= MOST_BYTES for n in shape):
         raise ValueError(f"a tensor of shape {str(shape)[:200]}")
     size = math.prod(shape) * dtype.itemsize
@@ -173,6 +175,6 @@ def _from_json(text: Any, data: BinaryIO, strided: bool) -> Any:
         raise ValueError(f"a {dtype} tensor of shape {shape} with {len(own)} bytes")
     flat = torch.frombuffer(own, dtype=dtype) if own else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
-    if strided and text["strides"]:
-        return torch.empty_strided(shape, text["strides"], dtype=dtype).copy_(tensor)
+    if strided and found["strides"]:
+        return torch.empty_strided(shape, found["strides"], dtype=dtype).copy_(tensor)
     return tensor

@@ -27,7 +27,7 @@ import threading
 import traceback
 import types
 from collections.abc import Sequence
-from functools import partialmethod
+from functools import cache, partialmethod
 from typing import Any, NoReturn
 
 import torch
@@ -97,6 +97,8 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     submission: types.ModuleType | None = None
     while True:
         kind, case, _ = frames.receive(sock, trusted=True)
+        if kind == "abort":  # of a case that this rank has ended
+            continue
         if kind == "job":  # another submission
             job, submission, connection.path = case, None, case["path"]
             continue
@@ -115,7 +117,8 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             before = {i: tensor_bytes(tensor) for i, tensor in tensors.items()}
             connection.under_way, connection.patience = [], PATIENCE
             random.seed(case["seed"])
-            torch.manual_seed(case["seed"])
+            # torch.manual_seed also formats a stack for each kind of GPU
+            torch.default_generator.manual_seed(case["seed"])
             if "numpy.random" in sys.modules:  # forked ranks would all have the same numbers
                 sys.modules["numpy.random"].seed(case["seed"])
             result = exercise.program(function, *arguments)
@@ -130,12 +133,26 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             connection.fail(error)
 
 
+@cache
+def origin(file: str) -> tuple[str, bool]:
+    """Return the ready-made package that a file belongs to, or "", and whether it is a program's.
+
+    That is one that neither torch nor Python has.
+    """
+    package = next((name for folder, name in READY_MADE.items() if file.startswith(folder)), "")
+    return package, not is_inside(file) and not file.startswith(LIBRARY)
+
+
 def storage(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory; views of it have the same one."""
     return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
 # ---- torch.distributed, as frames ----
+
+
+class Aborted(BaseException):
+    """The run has failed on another rank, so what this one waits for won't come."""
 
 
 class Connection:
@@ -194,7 +211,10 @@ class Connection:
     def ask(self, kind: str, operation: str, **content: Any) -> dict[str, Any]:
         """Ask for something that only the grader knows, and wait for the answer."""
         self.send(kind, operation, **content)
-        return frames.receive(self.sock, trusted=True).content
+        answer = frames.receive(self.sock, trusted=True)
+        if answer.kind == "abort":
+            raise Aborted
+        return answer.content
 
     def ready_made(self) -> str:
         """Return the package through which the learner's code makes this call; "" if none.
@@ -202,12 +222,12 @@ class Connection:
         It is this package, or one of torch's with trainers.
         """
         through = ""
-        for frame, _ in traceback.walk_stack(sys._getframe(1)):
-            file = frame.f_code.co_filename
-            if through and not is_inside(file) and not file.startswith(LIBRARY):
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            package, of_a_program = origin(file := frame.f_code.co_filename)
+            if through and of_a_program:
                 return "" if file == self.program else through  # the exercise's own may call it
-            found = (name for folder, name in READY_MADE.items() if file.startswith(folder))
-            through = through or next(found, "")
+            through, frame = through or package, frame.f_back
         return ""
 
     def let_threads_call(self) -> None:

@@ -33,6 +33,7 @@ from parallel101.laboratory.grade.endings import (
     MOST_PRINTED,
     NOT_LOADED,
     GradedRunFailed,
+    ends_all,
     how_it_ended,
 )
 from parallel101.laboratory.grade.exercise import COMPILER, P2P, Case, Exercise, Trial, Unwaited
@@ -47,10 +48,11 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import Recorder, compute, recorder
 
+TO_GIVE_UP = 0.5  # seconds
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
-NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor")
+NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor", "utils.checkpoint")
 MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
@@ -82,6 +84,8 @@ class RemoteRank:
 
     def __init__(self, number: int, process: RankProcess):
         self.number, self.process = number, process
+        self.ended = False  # it has returned or failed
+        self.lost = False  # it can't serve another case
         self.begin(None, 0.0, ())
 
     # ---- the process ----
@@ -149,7 +153,19 @@ class RemoteRank:
         where = f"{own[0][0]}:{own[0][1]}" if own else "?"
         return self._failed("time to load" if loading else "time", where=where)
 
+    def abort(self, until: float) -> bool:
+        """Return whether the process ends its case until then, and so can serve another one."""
+        self.until = until
+        try:
+            while not self.ended and not self.lost:
+                self.ended = self.receive().kind in ("result", "failed")
+        except GradedRunFailed:
+            return False
+        self.read_rest()
+        return self.ended
+
     def _failed(self, how: str, message: str = "", **more: Any) -> GradedRunFailed:
+        self.lost = self.lost or how == "died"
         return GradedRunFailed(how, message, self.number, **more)
 
     # ---- the virtual rank, in one case ----
@@ -166,7 +182,7 @@ class RemoteRank:
         self.result: Any = None
         self.changed: list[int] = []  # places of arguments, as in a Trial
         self.shared: list[int] = []
-        self.returned = False
+        self.returned = self.ended = self.lost = False
         if case is not None:
             arguments, size = case.arguments[self.number], case.world_size
             self.tell("case", arguments=arguments, world_size=size, seed=case.seed)
@@ -174,8 +190,9 @@ class RemoteRank:
     def serve(self) -> None:
         """Do what the process says until it returns. Raises what ended the run early."""
         self.groups = {"0": dist.group.WORLD}
-        while not self.returned:
+        while not self.ended:
             kind, said, size = self.receive()
+            self.ended = kind in ("result", "failed")
             self.moved += size
             if self.moved > MOST_MOVED:
                 raise self._failed("died", f"moved more than {MOST_MOVED >> 20} MiB")
@@ -273,12 +290,12 @@ class SubmissionRanks:
     Use it in a `with` block: at its end no process is left.
 
     They serve one case after the other, of any world size: starting a process takes longer than
-    most cases.
+    most cases. So ranks that a failed run leaves waiting are told to give up, and stay.
     """
 
     def __init__(self, exercise: Exercise, submission: Submission):
         self.exercise, self.submission = exercise, submission
-        self.ranks: list[RemoteRank] = []
+        self.ranks: dict[int, RemoteRank] = {}
         self.scratch: tempfile.TemporaryDirectory | None = None
 
     def __enter__(self) -> SubmissionRanks:
@@ -302,7 +319,7 @@ class SubmissionRanks:
             self._start(count)
 
     def _start(self, count: int) -> None:
-        missing = range(len(self.ranks), count)
+        missing = [number for number in range(count) if number not in self.ranks]
         if not missing:
             return
         if self.scratch is None:
@@ -310,11 +327,11 @@ class SubmissionRanks:
             os.chmod(self.scratch.name, 0o711)
         started = start_ranks(len(missing), "parallel101.laboratory.grade.rank")
         new = [RemoteRank(n, process) for n, process in zip(missing, started, strict=True)]
-        self.ranks += new
         for rank in new:
+            self.ranks[rank.number] = rank
             user = user_of(rank.number)
             folder = Path(self.scratch.name) / str(rank.number)
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             if user is not None:
                 os.chown(folder, user, user)
             rank.tell("job", **self._job(rank.number, user, str(folder)))
@@ -337,7 +354,7 @@ class SubmissionRanks:
         It may find what this one has changed there, so this is not for grades.
         """
         self.submission = submission
-        for rank in self.ranks:
+        for rank in self.ranks.values():
             rank.tell("job", **self._job(rank.number, None, ""))
 
     def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
@@ -356,26 +373,27 @@ class SubmissionRanks:
             "closed": isolation.protection().files,
         }
 
-    def stop(self) -> None:
-        for rank in self.ranks:
+    def stop(self, numbers: Collection[int] | None = None) -> None:
+        """End the processes of these ranks, or of all."""
+        ending = [self.ranks.pop(n) for n in ([*self.ranks] if numbers is None else numbers)]
+        for rank in ending:
             kill(rank.process)
-        for rank in self.ranks:
+        for rank in ending:
             rank.process.close()
-        clean_up(rank.number for rank in self.ranks)
-        self.ranks = []
-        if self.scratch is not None:
+        clean_up(rank.number for rank in ending)
+        if self.scratch is not None and not self.ranks:
             self.scratch.cleanup()
             self.scratch = None
 
     def run(self, case: Case) -> Trial:
-        """Run one case. After a run that failed, the next one starts new processes."""
+        """Run one case. Of a run that failed, ranks that don't give up at once are ended."""
         try:
             self.start(case.world_size)
         except GradedRunFailed as error:
             self.stop()
             busy = f"rank {error.rank}'s process did not start, on a machine that is too busy. "
             return not_run(case, GradedRunFailed("not run", f"{busy}Run it again"))
-        ranks = self.ranks[: case.world_size]
+        ranks = [self.ranks[number] for number in range(case.world_size)]
         until = time.monotonic() + case.seconds
         # the processes compute at the same time, though the sim repeats one call after the other
         for rank in ranks:
@@ -389,13 +407,11 @@ class SubmissionRanks:
         for rank in ranks:
             rank.read_rest()
         failure = outcome.error
-        if failure is not None:
-            self.stop()
-            # what the calls of several ranks together do: no rank's own fault is known
-            if how_it_ended(failure) == "failed":
-                failure = GradedRunFailed("failed", plain(one_line(failure)))
+        # what the calls of several ranks together do: no rank's own fault is known
+        if failure is not None and how_it_ended(failure) == "failed":
+            failure = GradedRunFailed("failed", plain(one_line(failure)))
         returned = [rank for rank in ranks if rank.returned]  # others might still have waited
-        return Trial(
+        trial = Trial(
             case=case,
             results=[rank.result for rank in ranks],
             trace=Trace.from_rows(outcome.events, case.world_size, "sim", outcome.unfinished),
@@ -405,6 +421,16 @@ class SubmissionRanks:
             shared=[rank.shared for rank in ranks],
             printed=[plain(rank.printed.decode(errors="replace"), MOST_PRINTED) for rank in ranks],
         )
+        if failure is not None:
+            self._give_up(ranks, failure)
+        return trial
+
+    def _give_up(self, ranks: Sequence[RemoteRank], failure: BaseException) -> None:
+        """Have the ranks end the case that has failed, and end those that don't."""
+        until = 0.0 if ends_all(failure) else time.monotonic() + TO_GIVE_UP
+        for rank in ranks:
+            rank.tell("abort")
+        self.stop([rank.number for rank in ranks if not until or not rank.abort(until)])
 
 
 def not_run(case: Case, error: GradedRunFailed) -> Trial:
