@@ -52,7 +52,7 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
         return []
     if len(spec.depths) == 1:  # in place
         return [Buffers([whole(tensor)], [whole(tensor)]) for tensor in args[0]]
-    calls: Iterable[tuple[Any, Any]] = zip(*args[:2], strict=True)  # one, or several coalesced
+    calls: Iterable[tuple[Any, Any]]
     if spec.depths == (0, 0) or kind == "all_to_all":
         calls = [(args[0], args[1])]
     elif kind in ("gather", "scatter"):  # on ranks other than the root, a list may be empty
@@ -60,6 +60,8 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     elif method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
         outputs, inputs = args[:2]
         calls = [([row[i] for row in outputs if i < len(row)], x) for i, x in enumerate(inputs)]
+    else:  # one, or several coalesced
+        calls = zip(*args[:2], strict=True)
     out_rows, in_rows = args[2:4] if spec.splits else ((), ())
     spread = _SPREAD[kind]
 
