@@ -206,7 +206,7 @@ class RankModules:
     at_start: tuple[dict[str, ModuleType], dict[str, Any]] = {}, {}
 
     def __init__(self) -> None:
-        self.before_run = {name.partition(".")[0] for name in sys.modules}
+        self.before_run = set(sys.modules)  # a package is in it with its modules
         self.main, self.locks = sys.modules[MAIN], importing._module_locks
         self.names = {MAIN}
         self.in_use = False
