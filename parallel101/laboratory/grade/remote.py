@@ -48,7 +48,7 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import Recorder, compute, recorder
 
-TO_GIVE_UP = 0.5  # seconds
+TO_GIVE_UP = 0.2  # seconds
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
@@ -97,6 +97,13 @@ class RemoteRank:
 
     def receive(self) -> Frame:
         """Return the next frame. Meanwhile, the rank's output is kept."""
+        try:
+            return self._frame()
+        except TimeoutError:
+            raise self._time_over() from None
+
+    def _frame(self) -> Frame:
+        """Return the next frame. Raises TimeoutError if it doesn't come in time."""
         control = self.process.control
         streams: list[Any] = [self.process.out, self.process.err]
         try:
@@ -109,7 +116,7 @@ class RemoteRank:
                 if control in ready:
                     return frames.receive(control, self.until)
         except TimeoutError:
-            raise self._time_over() from None
+            raise
         except (EOFError, OSError, frames.BrokenFrame) as error:
             self.read_rest()
             raise self._failed("died", str(error)) from None
@@ -158,8 +165,8 @@ class RemoteRank:
         self.until = until
         try:
             while not self.ended and not self.lost:
-                self.ended = self.receive().kind in ("result", "failed")
-        except GradedRunFailed:
+                self.ended = self._frame().kind in ("result", "failed")
+        except (GradedRunFailed, TimeoutError):
             return False
         self.read_rest()
         return self.ended
