@@ -17,7 +17,8 @@ are tp · cp · ep apart.
 
                     reduce-scatter, all-gather    (n − 1)/n · bytes / bandwidth + (n − 1) steps
                     all-reduce                    twice that
-                    all-to-all                    what leaves the node goes by the cards
+                    all-to-all                    what leaves the node goes by the cards; direct:
+                                                  bytes / n / bandwidth + a step, n − 1 times
                     send and receive              bytes / bandwidth + a step
 
 Source of the forms: closed_forms.py.
@@ -175,11 +176,19 @@ def added_seconds(cluster: Cluster, nbytes: float, ranks: int) -> float:
     return memory_seconds(cluster.chip, 3 * nbytes / ranks) if ranks > 1 else 0.0
 
 
-def all_to_all_seconds(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of an all-to-all of `nbytes` on each rank, in equal parts."""
+def all_to_all_seconds(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int = 1, *, algorithm: str = "ring"
+) -> float:
+    """Return the seconds of an all-to-all of `nbytes` on each rank, in equal parts.
+
+    "direct" is pairwise: a message to one other rank after the other. NCCL's are under way at once.
+    """
     if ranks == 1 or not nbytes:
         return 0.0
-    links, has = axis_links(cluster, ranks, stride), cluster.kernels
+    links, has, each = axis_links(cluster, ranks, stride), cluster.kernels, nbytes / ranks
+    if algorithm == "direct":
+        near = (links.inside - 1) * (each / cluster.inside_bandwidth + has.nvlink_step)
+        return near + (ranks - links.inside) * (each / cluster.card_bandwidth + has.network_step)
     if links.inside == ranks:
         path = ring_cost("all_to_all", ranks, nbytes).path
         return path / cluster.inside_bandwidth + has.nvlink_step

@@ -150,7 +150,7 @@ LINKS = (
     "; nvlink_step, network_step and network_reached: read off SimAI's inputs/ratio (fractions of "
     "a link's bandwidth that NCCL reached, by size and number of nodes), not fitted"
 )
-# the published runs that no constant was chosen with: see BENCHMARKS.md
+# of the published runs that calibrated no constant: see BENCHMARKS.md
 ON_H100 = (0.9, 1.6)
 KERNELS = {
     "A100": KernelFigures(
@@ -172,8 +172,8 @@ KERNELS = {
         attention=0.55,
         attention_backward=0.45,
         runs=ON_H100,
-        runs_words="published H100 runs that no constant was chosen with took so much of what the "
-        "model says for their programs",
+        runs_words="published H100 runs, none of which calibrated the model, took "
+        f"{ON_H100[0]} to {ON_H100[1]} times what it says for their programs",
         source="sustained, hbm, attention: measured on an H100 80GB HBM3 with torch 2.11, see "
         "planner/published_tables/h100_kernels.csv; SMs: NVIDIA, H100 Tensor Core GPU Architecture"
         + LINKS,
@@ -185,7 +185,7 @@ KERNELS = {
         attention=0.50,
         attention_backward=0.40,
         runs=ON_H100,
-        runs_words="a guess, the H100's range: nothing was held to runs on a B200",
+        runs_words="a guess: the H100's; no run on a B200 was compared",
         source="a guess: sustained: the H100's, in the ratio of their best products (0.776 and "
         "0.803 of the peak: S. Bekman, Machine Learning Engineering, compute/accelerator); hbm: "
         "the H100's; SMs: 148 as CUDA reports them; attention: an estimate, below "
@@ -195,7 +195,7 @@ KERNELS = {
 }
 KERNELS["H200"] = replace(
     KERNELS["H100"],
-    runs_words="the H100's range, whose SMs it has: nothing was held to runs on an H200",
+    runs_words="the H100's, which has the same SMs; no run on an H200 was compared",
 )
 
 H100_LINKS = (

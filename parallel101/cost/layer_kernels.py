@@ -177,7 +177,7 @@ def eager_memory(of: RankWork) -> tuple[list[Row], list[Row]]:
     shape, layout, e, N, Q, K, F = of.shape, of.layout, of.e, of.N, of.Q, of.K, of.F
     tp, gated, cut = layout.tp, shape.gated, layout.sequence_parallel
     whole = float(of.tokens * shape.width)  # the input of column layers
-    rows = whole * shape.top_k  # of experts
+    rows, experts = whole * shape.top_k, max(1, shape.experts // layout.ep)  # of this rank
     moved = [2 * e * rows] * 2 + [3 * e * rows] * 2
     copies = [2 * e * whole] * 4 + [2 * e * N] * 3
     turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)]
@@ -191,6 +191,8 @@ def eager_memory(of: RankWork) -> tuple[list[Row], list[Row]]:
         (shape.biases and tp > 1, [2 * e * N] * 2, []),  # after the sum; else the product adds it
         # rows to their experts and back; weight gradients of all experts are joined
         (shape.experts > 0, moved, moved + [2 * e * expert_parameters(shape, layout.ep)]),
+        # the router's, for the order of the rows, and each expert's GELU and biases
+        (shape.experts > 0, [SMALL] * (18 + experts), [SMALL] * (20 + 3 * experts)),
         (cut, [2 * e * N] * 2, [2 * e * N] * 2),  # a rank's own block is copied to its place
         (cut and layout.microbatch > 1, copies, copies),  # time is dim 1: around each message
         (shape.dropout, [(2 * e + 1) * N] * 2, [(2 * e + 1) * N] * 2),

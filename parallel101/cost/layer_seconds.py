@@ -9,7 +9,7 @@ parallel, an all-gather and a reduce-scatter take the place of each sum.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import hypot
 from typing import NamedTuple
 
@@ -125,8 +125,10 @@ def core_seconds(of: RankWork) -> tuple[float, float]:
 def context_seconds(of: RankWork, compute: float, tensors: int) -> float:
     """Return the exposed seconds of Ulysses, or of ring attention that sends `tensors` tensors."""
     cp, tp = of.layout.cp, of.layout.tp
-    if not of.ring:  # of one rank none
-        return all_to_all_seconds(of.cluster, of.e * (2 * of.Q + tensors * of.K), cp, tp)
+    if not of.ring:  # queries, keys, values and result, or their gradients; of one rank none
+        how = of.software.collectives
+        exchange = partial(all_to_all_seconds, of.cluster, ranks=cp, stride=tp, algorithm=how)
+        return 2 * exchange(of.e * of.Q) + 2 * exchange(of.e * of.K)
     step = send_seconds(of.cluster, tensors * of.e * of.K, tp, ranks=cp)
     return (cp - 1) * max(0.0, step - compute / cp)
 
@@ -149,14 +151,19 @@ def layer_seconds(of: RankWork) -> Pass:
         add = added_seconds(cluster, activations, layout.tp)
         tp += add  # of the last block; the others' come meanwhile
         tp_back += 2 * add * (layout.tp - 1 if layout.overlap else 1)
-    ep = 0.0
-    if shape.experts:
-        sent = activations * shape.top_k
-        ep = 2 * all_to_all_seconds(cluster, sent, layout.ep, layout.tp * layout.cp)
+    exchange = partial(
+        all_to_all_seconds,
+        cluster,
+        ranks=layout.ep,
+        stride=layout.tp * layout.cp,
+        algorithm=software.collectives,
+    )
+    ep = 2 * exchange(activations * shape.top_k if shape.experts else 0.0)
+    counts = exchange(8.0 * shape.experts)  # how many rows each rank sends, before it sends them
 
     def one_pass(
         linears: float, core: float, memory: list[float], in_core: list[float],
-        launches: int, tp: float, tensors: int,
+        launches: int, tp: float, tensors: int, ep: float,
     ) -> tuple[Seconds, Seconds]:  # fmt: skip
         """Return the seconds of a pass, and those of its core."""
         of_core = bound_by_memory(of, in_core)
@@ -167,8 +174,8 @@ def layer_seconds(of: RankWork) -> Pass:
         return Seconds(products, busy, host, tp, cp, ep), Seconds(core, of_core, cp=cp)
 
     n = len(linear)
-    first, again = one_pass(forward, core, around, in_core, n + 2, 2 * tp, 2)
-    second, _ = one_pass(backward, core_after, after, in_core_after, 2 * n + 4, tp_back, 4)
+    first, again = one_pass(forward, core, around, in_core, n + 2, 2 * tp, 2, ep + counts)
+    second, _ = one_pass(backward, core_after, after, in_core_after, 2 * n + 4, tp_back, 4, ep)
     if layout.recompute == "full":
         second = second.plus(first)
         if not software.fused and not shape.dropout:  # torch stops before the last product

@@ -96,6 +96,8 @@ def test_collectives_inside_a_node_and_across():
     assert direct > 24 / 32 * S / card > 4 * all_gather_seconds(cluster, S, 32, 1)
     assert send_seconds(cluster, S, 8) == pytest.approx(S / card + has.network_step)
     assert all_to_all_seconds(cluster, S, 8) == pytest.approx(7 / 8 * S / inside + has.nvlink_step)
+    pairwise = 7 * (S / 16 / inside + has.nvlink_step) + 8 * (S / 16 / card + has.network_step)
+    assert all_to_all_seconds(cluster, S, 16, algorithm="direct") == pytest.approx(pairwise)
 
 
 def test_a_cluster_may_have_other_nodes_and_a_slower_network():

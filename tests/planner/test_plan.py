@@ -19,7 +19,7 @@ from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.laboratory.planner.layout_rules import why_not
 from parallel101.laboratory.planner.search import NoLayoutError, layout_text, most_of
-from parallel101.laboratory.planner.trainer_call import as_text, call_text
+from parallel101.laboratory.planner.trainer_call import as_text, call_text, trainer_options
 from parallel101.laboratory.planner.training_plan import samples
 
 GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
@@ -116,24 +116,24 @@ def test_a_whole_layout_is_evaluated_alone():
 
 def test_the_call_is_that_of_the_layout():
     layout = ParallelLayout(
-        dp=2, tp=2, pp=2, cp=2, microbatches=4, chunks=2, zero_stage=2, gradient_dtype="fp32",
+        dp=2, tp=2, pp=2, cp=2, microbatches=4, chunks=3, zero_stage=2, gradient_dtype="fp32",
         sequence_parallel=True, recompute="full", context="ulysses", overlap=False,
     )  # fmt: skip
-    layout = dataclasses.replace(layout, chunks=3)
+    options = trainer_options(LLAMA, layout)
+    assert options == {
+        "precision": "bf16-mixed", "gradient_dtype": torch.float32, "zero_stage": 2,
+        "sequence_parallel": True, "recompute": "full", "overlap": False, "context": "ulysses",
+        "schedule": "interleaved", "microbatches": 4, "chunks": 3,
+        "layers_per_stage": [2, 1, 1, 1, 1, 3],
+    }  # fmt: skip
     text = call_text(LLAMA, layout)
-    for name in ("zero_stage", "sequence_parallel", "recompute", "microbatches", "chunks"):
-        assert f"    {name}={as_text(getattr(layout, name))},\n" in text
-    for part in (
-        'context="ulysses"',
-        "overlap=False",
-        "gradient_dtype=torch.float32",
-        "kv_heads=2",
-    ):
-        assert f"    {part},\n" in text
+    for name, value in (options | {"kv_heads": 2}).items():
+        assert f"    {name}={as_text(value)},\n" in text
     assert '(2, 2, 2, 2),\n    mesh_dim_names=("pp", "dp", "cp", "tp")' in text
-    assert 'schedule="interleaved"' in text and "layers_per_stage=[2, *[1] * 4, 3]" in text
-    assert "pp" not in call_text(GPT, ParallelLayout(microbatches=3))
-    assert "accumulate=3" in call_text(GPT, ParallelLayout(microbatches=3))
+    assert 'context="ulysses"' in text and "layers_per_stage=[2, *[1] * 4, 3]" in text
+    alone = ParallelLayout(microbatches=3)
+    assert trainer_options(GPT, alone) == {"precision": "bf16-mixed", "accumulate": 3}
+    assert "pp" not in call_text(GPT, alone)
 
 
 LAYOUTS = {

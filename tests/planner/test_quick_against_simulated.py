@@ -11,6 +11,7 @@ GPT = ModelShape(4096, 4, 32, 51200, 2048, tied=False)
 LLAMA = ModelShape(8192, 8, 64, 128256, 8192, 8, 28672, **AS_LLAMA)
 SMALL = ModelShape(4096, 4, 32, 32000, 4096, 8, 14336, **AS_LLAMA)
 MIXTURE = ModelShape(4096, 2, 32, 32000, 2048, experts=8, tied=False)
+NARROW = ModelShape(1024, 2, 16, 32000, 1024, experts=8, tied=False)  # small messages and kernels
 CASES = {
     "one GPU": (GPT, ParallelLayout(microbatch=2, microbatches=2)),
     "recomputed": (GPT, ParallelLayout(microbatch=2, microbatches=2, recompute="full")),
@@ -22,7 +23,7 @@ CASES = {
     "tp, sequence parallel": (LLAMA, ParallelLayout(tp=8, microbatches=2, sequence_parallel=True)),
     "ring": (SMALL, ParallelLayout(cp=4)),
     "ring, tp": (SMALL, ParallelLayout(cp=2, tp=4, sequence_parallel=True)),
-    "ulysses": (SMALL, ParallelLayout(cp=4, context="ulysses")),
+    "ulysses": (SMALL, ParallelLayout(cp=8, context="ulysses")),
     "dp": (GPT, ParallelLayout(dp=16, microbatches=2)),
     "pp, dp": (GPT, ParallelLayout(pp=4, dp=8, microbatches=8)),
     "ZeRO 1": (SMALL, ParallelLayout(dp=16, microbatches=2, zero_stage=1)),
@@ -38,6 +39,7 @@ CASES = {
         ParallelLayout(dp=64, tp=4, microbatches=2, zero_stage=3, sequence_parallel=True),
     ),
     "experts, tp": (MIXTURE, ParallelLayout(tp=2, microbatches=2)),
+    "experts, narrow": (NARROW, ParallelLayout(ep=8, microbatch=2, microbatches=2)),
     "experts, ep, dp": (MIXTURE, ParallelLayout(dp=2, ep=2, microbatches=2)),
     "tp, pp, dp": (LLAMA, ParallelLayout(tp=8, pp=4, dp=4, microbatches=8, sequence_parallel=True)),
 }
