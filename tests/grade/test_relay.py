@@ -148,6 +148,27 @@ def test_every_end_is_named(body, ending):
     assert how_it_ended(trial.error) == how and text in str(trial.error)
 
 
+STAYS = {  # what follows a deadlock, and whether the processes give up and stay
+    "gives up": ("dist.recv(x, 1 - rank())", True),
+    "cleans up": ("try: dist.recv(x, 1 - rank())\n    finally: print('bye')", True),
+    "goes on": ("while True:\n        try: dist.recv(x, 1 - rank())\n        except: pass", False),
+}
+
+
+@pytest.mark.parametrize(("waits", "stay"), STAYS.values(), ids=STAYS)
+def test_ranks_that_a_deadlock_leaves_waiting_give_up_or_are_replaced(waits, stay):
+    exercise = replace(EXERCISE, path="declared.py", source=DECLARATION)
+    code = f"{HEAD}def f(x):\n    if x[0]: return x + rank()\n    {waits}\n"
+    right = Case([(torch.ones(1),)] * 2, [None] * 2)
+    with SubmissionRanks(exercise, Submission(Path("hw.py"), code)) as ranks:
+        assert (
+            how_it_ended(ranks.run(Case([(torch.zeros(1),)] * 2, [None] * 2)).error) == "deadlock"
+        )
+        assert (len(ranks.ranks) == 2) == stay
+        trial = ranks.run(right)
+    assert [float(found) for found in trial.results] == [1, 2] and not any(trial.printed)
+
+
 OUT = "torch.empty_like(x)"
 LISTS = "1 tensor, and the group has 2 ranks"
 WRONG_CALLS = {
