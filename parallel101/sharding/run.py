@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding, arrays_in
-from parallel101.sharding.sharding_plan import Multiply, ShardingPlan, equation
+from parallel101.sharding.sharding_plan import Multiply, ShardingPlan, check_tensor, equation
 
 # relative errors that rounding explains; other floats may have 2 %, integers none
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -189,10 +189,7 @@ def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
         )
     sizes: dict[str, int] = {}
     for array, whole in zip(operands, wholes):
-        if not isinstance(whole, Tensor):
-            raise TypeError(
-                f"{array.name} is a {type(whole).__name__}: expected a tensor, the whole array"
-            )
+        check_tensor(array, whole)
         if whole.dim() != len(array.dims):
             raise ValueError(
                 f"{array.name} has shape {tuple(whole.shape)}: expected {len(array.dims)} "
@@ -240,9 +237,9 @@ def wrong_ranks(
 
 def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
     """Return whether rounding explains the difference, given the largest value of the whole."""
-    if not whole.dtype.is_floating_point:
+    if not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(found.to(whole.dtype), expected)
-    largest = whole.abs().max().item() if whole.numel() else 0.0
-    return torch.allclose(
-        found.double(), expected.double(), rtol=0, atol=RELATIVE.get(whole.dtype, 2e-2) * largest
-    )
+    sizes = whole.abs().nan_to_num(0.0, 0.0)  # an infinite tolerance would allow anything
+    atol = RELATIVE.get(sizes.dtype, 2e-2) * (sizes.max().item() if sizes.numel() else 0.0)
+    found, expected = found.to(torch.complex128), expected.to(torch.complex128)
+    return torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)

@@ -208,6 +208,7 @@ class ShardingPlan:
             )
         for array, whole in zip(self.operands, wholes):
             expected = tuple(self.sizes[dim] for dim in array.dims)
+            check_tensor(array, whole)
             if tuple(whole.shape) != expected:
                 raise ValueError(
                     f"{array.name} has shape {tuple(whole.shape)}: expected {expected} for {array}"
@@ -230,6 +231,11 @@ class ShardingPlan:
 
         Partial blocks are added up; of equal blocks the first rank's is taken.
         """
+        if len(blocks) != self.world_size:
+            raise ValueError(
+                f"unshard() got {len(blocks)} blocks: expected one of each of "
+                f"{self.world_size} ranks"
+            )
         whole = blocks[0].new_zeros([self.sizes[dim] for dim in self.result.dims])
         for at, block in zip(self.coordinates(), blocks):
             if all(at[axis] == 0 for axis in self.mesh if axis not in self.result.used):
@@ -286,22 +292,20 @@ class ShardingPlan:
 
     def _group(self, mesh: DeviceMesh | None) -> Group:
         """Return the group of the mesh's ranks, with this rank's position if it is one of them."""
-        shape, names = tuple(self.mesh.values()), tuple(self.mesh)
         if mesh is None:
-            world_size, me = (
-                (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-            )
+            started = dist.is_initialized()
+            world_size = dist.get_world_size() if started else 1
             if world_size < self.world_size:
                 raise ValueError(
                     f"the plan's mesh {dict(self.mesh)} has {self.world_size} ranks, but this "
                     f"run has {world_size}"
                 )
-            ranks = tuple(range(self.world_size))
-            return Group(ranks, me if me in ranks else None, shape, None, names)
+            group = group_of(range(self.world_size) if started else None)
+            return group._replace(shape=tuple(self.mesh.values()), axes=tuple(self.mesh))
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"mesh={mesh!r}: expected a DeviceMesh with the plan's axes "
-                f"{', '.join(names)}, or None"
+                f"{', '.join(self.mesh)}, or None"
             )
         found = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))
         group = group_of(mesh)
@@ -318,6 +322,7 @@ class ShardingPlan:
             expected = tuple(
                 part.stop - part.start for part in array.block(self.sizes, self.mesh, at)
             )
+            check_tensor(array, block)
             if tuple(block.shape) != expected:
                 raise ValueError(
                     f"the block of {array} on the rank at {place} has shape "
@@ -330,6 +335,12 @@ class ShardingPlan:
                     f"the block of {array.name} has dtype {block.dtype}, but the plan is for "
                     f"{self.dtype}: pass plan(…, dtype=)"
                 )
+
+
+def check_tensor(array: Sharding, x: Tensor) -> None:
+    """Raise TypeError unless x is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{array.name} is a {type(x).__name__}: expected a tensor")
 
 
 def sent_text(nbytes: int, steps: int) -> str:

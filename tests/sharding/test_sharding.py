@@ -371,7 +371,25 @@ def test_other_errors():
         one.run(torch.ones(2, 4), torch.ones(4, 4))
     with pytest.raises(ValueError, match=r"has dtype torch\.float64"):
         one.run(torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float64))
+    for call in (one.run, one.shard):
+        with pytest.raises(TypeError, match="A is a list: expected a tensor"):
+            call([1.0], torch.ones(4, 4))
+    with pytest.raises(
+        ValueError, match=r"unshard\(\) got 0 blocks: expected one of each of 1 ranks"
+    ):
+        one.unshard([])
     assert torch.equal(one.run(torch.ones(4, 4), torch.ones(4, 4)), torch.full((4, 4), 4.0))
+
+
+def test_complex_numbers_infinities_and_nan_are_compared_as_numbers():
+    a, b = torch.randn(5, 7), torch.randn(7, 6)
+    product = p101.sharding.run(FOUR_CASES[2], a.cfloat() * 1j, b.cfloat(), mesh={"X": 3})
+    assert product.wrong == []
+    for number in (math.inf, math.nan):
+        x = torch.tensor([1.0, 2.0, number])
+        assert p101.sharding.run("A[I_X] → A[I]", x, mesh={"X": 2}).wrong == []
+        other = p101.sharding.run("A[I_X] → A[I]", x, mesh={"X": 2}, program=lambda _, x=x: x + 1)
+        assert other.wrong == [0, 1]
 
 
 def test_run_checks_the_whole_product():
