@@ -104,7 +104,7 @@ class Averaged(torch.optim.Adam):
     def __init__(self, parameters):
         super().__init__(parameters, lr=1e-2)
         self.count, self.average = 0, {}
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self, 1, 0.9)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self, lambda step: 0.9**step)
 
     @torch.no_grad()
     def step(self):

@@ -42,8 +42,9 @@ LAYOUTS: dict[str, tuple[int, Callable[..., Any]]] = {  # how many ranks, and wh
 }
 DP, ZERO = ("dp",), ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 SHARES = (*DP, *ZERO)
-PARTS = (*SHARES, "accumulated", "alone")  # each part of the samples goes through the whole model
-EVERY = (*PARTS, "tp", "pp", *MESHES)
+# each part of the samples goes through the whole model
+PARTS = (*DP, "ZeRO-2", "accumulated", "alone")
+EVERY = (*SHARES, "accumulated", "alone", "tp", "pp", *MESHES)
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Batch = tuple[Any, Tensor]
@@ -271,34 +272,35 @@ THIRDS = partial(torch.chunk, chunks=3, dim=-1)
 HEADS = {"*.query": "column", "*.key": "column", "*.value": "column", "*.out": "row"}
 FUSED = {"*.fused": p101.column(parts=3, heads=4), "*.out": "row"}
 FEED, LINEARS = {"*.up": "column", "*.down": "row"}, {"*.linear1": "column", "*.linear2": "row"}
-NOT_CUT, TP = "Along tp a rank has some features", ("tp", "dp × tp", "tp × pp")
+NOT_CUT, ONE_AXIS = "Along tp a rank has some features", ("tp",)
+TP = (*ONE_AXIS, "dp × tp", "tp × pp")
 IMAGES: Batch = TIMES[0], ROWS[1]
 TENSOR = {
     "heads that are counted": Program(
-        NOT_CUT, TP, partial(attention, counted), batch=TIMES, plan=HEADS
+        NOT_CUT, ONE_AXIS, partial(attention, counted), batch=TIMES, plan=HEADS
     ),
     "fused heads that are counted": Program(
-        NOT_CUT, TP, partial(attention, counted, THIRDS), batch=TIMES, plan=FUSED
+        NOT_CUT, ONE_AXIS, partial(attention, counted, THIRDS), batch=TIMES, plan=FUSED
     ),
     "fused by heads": Program(
         NOT_CUT, TP, partial(attention, wide, by_heads), batch=TIMES, plan=FUSED
     ),
     "heads of a width": Program("", TP, partial(attention, wide), batch=TIMES, plan=HEADS),
     "fused heads of a width": Program(
-        "", TP, partial(attention, wide, THIRDS), batch=TIMES, plan=FUSED
+        "", ONE_AXIS, partial(attention, wide, THIRDS), batch=TIMES, plan=FUSED
     ),
     "a norm of one's own": Program(
-        NOT_CUT, TP, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan=FEED
+        NOT_CUT, ONE_AXIS, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan=FEED
     ),
     "a norm of one's own, auto": Program(
         NOT_CUT, TP, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan="auto"
     ),
-    "softmax": Program(NOT_CUT, TP, partial(fed, partial(torch.softmax, dim=-1)), plan=FEED),
+    "softmax": Program(NOT_CUT, ONE_AXIS, partial(fed, partial(torch.softmax, dim=-1)), plan=FEED),
     "softmax, auto": Program(
         NOT_CUT, TP, partial(fed, partial(torch.softmax, dim=-1)), plan="auto"
     ),
     "a dropout that keeps all": Program(
-        "", TP, partial(fed, partial(F.dropout, p=0.0)), plan="auto"
+        "", ONE_AXIS, partial(fed, partial(F.dropout, p=0.0)), plan="auto"
     ),
     "a hook that doubles a gradient": Program(NOT_CUT, ("tp",), partial(hooked, lambda g: 2 * g)),
     "a hook that clamps a gradient": Program(
@@ -349,15 +351,15 @@ POSITIONS = randn(3, 5, 6)
 SEQUENCE = {"batch": TIMES, "plan": FEED, "options": {"sequence_parallel": True}}
 ALONE = "With sequence_parallel, every module between the cut layers must act"
 TIME = {
-    "roll": Program(ALONE, TP, partial(in_time, lambda x: x + x.roll(1, 1)), **SEQUENCE),
+    "roll": Program(ALONE, ONE_AXIS, partial(in_time, lambda x: x + x.roll(1, 1)), **SEQUENCE),
     "a token shift": Program(
         ALONE, TP, partial(in_time, lambda x: x + F.pad(x[:, :-1], (0, 0, 1, 0))), **SEQUENCE
     ),
     "a mean over time": Program(
-        ALONE, TP, partial(in_time, lambda x: x - x.mean(1, keepdim=True)), **SEQUENCE
+        ALONE, ONE_AXIS, partial(in_time, lambda x: x - x.mean(1, keepdim=True)), **SEQUENCE
     ),
     "positions": Program(
-        ALONE, TP, partial(in_time, lambda x: x + POSITIONS[: x.shape[1]]), **SEQUENCE
+        ALONE, ONE_AXIS, partial(in_time, lambda x: x + POSITIONS[: x.shape[1]]), **SEQUENCE
     ),
     "each position alone": Program("", TP, partial(in_time, lambda x: x), **SEQUENCE),
     "a time-first LSTM": Program(
@@ -733,6 +735,7 @@ def seeded_apart(trainer: Any) -> None:
 
 SORTED: Batch = randn(1, 12, 6), torch.tensor([0] * 6 + [5] * 6)
 LATE: Batch = randn(1, 12, 6), torch.tensor([1, 2] * 5 + [-100] * 2)
+EQUALLY: Batch = ROWS[0], torch.tensor([1, 2, -100, 3, 4, -100])
 ONE: Batch = ROWS[0][:1], ROWS[1][:1]
 TWELVE: Batch = randn(1, 12, 6), randn(2, 12, 6)
 
@@ -754,6 +757,7 @@ HIDDEN = {
         NO_MEAN, PARTS, chain, partial(F.cross_entropy, weight=WEIGHTS), SORTED
     ),
     "ignore_index, late": Program(NO_MEAN, PARTS, chain, F.cross_entropy, LATE),
+    "ignore_index, equally often": Program(NO_MEAN, SHARES, chain, F.cross_entropy, EQUALLY),
     "the hardest": Program(NO_MEAN, PARTS, chain, hardest, TWELVE),
     "a capacity": Program(MIXES, PARTS, lambda: chain(Function(capacity)), batch=TWELVE),
     "neighbours": Program(MIXES, PARTS, lambda: chain(Function(lambda x: x + x.roll(1, 0)))),

@@ -18,6 +18,7 @@ from torch import Tensor
 from parallel101.trainers.batches import Batch, map_tensors, split, tensors_of
 from parallel101.trainers.losses import loss_and_weight
 from parallel101.trainers.options import LossFn
+from parallel101.trainers.verify.tolerance import distance, largest
 
 EXACT = 1e-9  # relative; rounding in float64 is less
 
@@ -153,9 +154,8 @@ def far(a: float, b: float, bound: float) -> bool:
 
 def differ(a: Iterable[Tensor], b: Iterable[Tensor], bound: float) -> bool:
     """Return whether floating-point tensors differ, relative to the largest number in each."""
-    pairs = [(x, y) for x, y in zip(a, b) if y.is_floating_point() and y.numel()]
     return any(
-        x.shape != y.shape
-        or not torch.allclose(x, y, rtol=0, atol=bound * float(y.abs().max()), equal_nan=True)
-        for x, y in pairs
+        x.shape != y.shape or distance(x, y) > bound * largest(y)
+        for x, y in zip(a, b)
+        if y.is_floating_point()
     )

@@ -93,7 +93,7 @@ class Verification:
         first, step = self.due, self.trainer.steps + 1
         if first:
             with unrecorded():
-                why, room = (OF_KERAS, 0.0) if self.is_keras else self.room()
+                why, room = self.room()
                 report = Report(reason=why) if why else self.compare(inputs, targets, room)
             if report.reason and not why:
                 return  # the step itself will say it
@@ -178,10 +178,12 @@ class Verification:
         return_freed_memory()
 
     def room(self) -> tuple[str, float]:
-        """Return why there is no memory for the comparison, the same on every rank, or "" and the
-        number of bytes for activations on the first rank.
+        """Return why there is no comparison, such as too little memory, the same on every rank; or
+        "" and the number of bytes for activations on the first rank.
         """
         trainer = self.trainer
+        if self.is_keras:
+            return OF_KERAS, 0.0
         nbytes = {
             name: entry.shape.numel() * entry.dtype.itemsize
             for name, entry in trainer.layout.entries.items()
