@@ -104,6 +104,11 @@ def test_arguments_keep_their_strides_and_a_changed_one_is_told():
     assert trial.results[0].tolist() == [[1, 3, 5], [1, 3, 5]]
 
 
+def test_values_travel_as_they_are():
+    value = (1, [2.5, {3: (None, "x")}], True)
+    assert run("return x", (value,)).results == [value]
+
+
 def test_a_receive_from_any_rank_tells_the_source():
     body = """
 if rank() > 0:
@@ -151,6 +156,10 @@ def test_every_end_is_named(body, ending):
 STAYS = {  # what follows a deadlock, and whether the processes give up and stay
     "gives up": ("dist.recv(x, 1 - rank())", True),
     "cleans up": ("try: dist.recv(x, 1 - rank())\n    finally: print('bye')", True),
+    "tries again": (
+        "while True:\n        try: dist.recv(x, 1 - rank())\n        except Exception: pass",
+        True,
+    ),
     "goes on": ("while True:\n        try: dist.recv(x, 1 - rank())\n        except: pass", False),
 }
 

@@ -85,7 +85,6 @@ class RemoteRank:
     def __init__(self, number: int, process: RankProcess):
         self.number, self.process = number, process
         self.ended = False  # it has returned or failed
-        self.lost = False  # it can't serve another case
         self.begin(None, 0.0, ())
 
     # ---- the process ----
@@ -164,15 +163,14 @@ class RemoteRank:
         """Return whether the process ends its case until then, and so can serve another one."""
         self.until = until
         try:
-            while not self.ended and not self.lost:
+            while not self.ended:
                 self.ended = self._frame().kind in ("result", "failed")
         except (GradedRunFailed, TimeoutError):
             return False
         self.read_rest()
-        return self.ended
+        return True
 
     def _failed(self, how: str, message: str = "", **more: Any) -> GradedRunFailed:
-        self.lost = self.lost or how == "died"
         return GradedRunFailed(how, message, self.number, **more)
 
     # ---- the virtual rank, in one case ----
@@ -189,7 +187,7 @@ class RemoteRank:
         self.result: Any = None
         self.changed: list[int] = []  # places of arguments, as in a Trial
         self.shared: list[int] = []
-        self.returned = self.ended = self.lost = False
+        self.returned = self.ended = False
         if case is not None:
             arguments, size = case.arguments[self.number], case.world_size
             self.tell("case", arguments=arguments, world_size=size, seed=case.seed)
