@@ -1143,7 +1143,14 @@ class Turned(nn.Module):
         return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
 
 
-FAR: Batch = ROWS[0].float() + 300, ROWS[1].float()
+class InBfloat16(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+SINGLE: Batch = ROWS[0].float(), ROWS[1].float()
+FAR: Batch = SINGLE[0] + 300, SINGLE[1]
 COMPARED: dict[str, tuple[Callable[[], nn.Module], Batch, dict[str, Any]]] = {
     "noise": (lambda: chain(Noise()), TIMES, {}),
     "a lock": (locked, TIMES, {}),
@@ -1156,6 +1163,7 @@ COMPARED: dict[str, tuple[Callable[[], nn.Module], Batch, dict[str, Any]]] = {
     "an orthogonal matrix": (partial(begun_alike, parametrizations.orthogonal), ROWS, CLIPPED),
     "a gradient": (lambda: chain(Function(with_its_gradient)), ROWS, CLIPPED),
     "complex weights": (lambda: chain(Turned()), ROWS, CLIPPED),
+    "autocast inside": (lambda: chain(InBfloat16(6, 6)).float(), SINGLE, {}),
     "a synchronized norm of inputs far from zero": (
         lambda: chain(nn.BatchNorm1d(6)).float(),
         FAR,

@@ -89,7 +89,7 @@ class Comparison:
         self.verification, self.snapshot, self.room = verification, snapshot, room
         self.steps: int = verification.steps
         self.whole: WholeModel | None = verification.whole
-        self.batch = batch
+        self.batch, self.eps = batch, 0.0
         self.expected: list[tuple[int, Numbers]] = []  # of one process, on the first rank
 
     def run(self) -> Report:
@@ -159,18 +159,17 @@ class Comparison:
         trainer, few, notes = self.trainer, None, list[str]()
         if lost := sorted(self.snapshot.lost):
             notes.append(f"verify has not put back what it can't: {', '.join(lost)}")
-        if self.room < math.inf:
-            with self.one_process() as alone:
-                needed = bytes_of_a_sample(alone, self.shares[0][0])
-            needed *= sum(count_samples(inputs) for inputs, _ in self.shares)
-            if needed > self.room:
-                few = trainer.runner.microbatches
-                self.shares = [map_tensors(lambda t: t[:few], share) for share in self.shares]
-                notes.append(
-                    f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of "
-                    f"one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, "
-                    f"and there are {readable(self.room)}"
-                )
+        with self.one_process() as alone:
+            needed, self.eps = kept_of_a_sample(alone, self.shares[0][0])
+        needed *= sum(count_samples(inputs) for inputs, _ in self.shares)
+        if needed > self.room:
+            few = trainer.runner.microbatches
+            self.shares = [map_tensors(lambda t: t[:few], share) for share in self.shares]
+            notes.append(
+                f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of "
+                f"one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, "
+                f"and there are {readable(self.room)}"
+            )
         samples = sum(count_samples(inputs) for inputs, _ in self.shares)
         with suppress(ValueError):  # samples of different shapes: one share after the other
             self.shares = [join(self.shares)]
@@ -226,7 +225,9 @@ class Comparison:
         trainer = self.trainer
         entries, precision = trainer.layout.entries, trainer.precision
         dtypes = [*(entries[name].dtype for name in trainer.trained), precision.weights]
-        eps = [torch.finfo(d).eps for d in (*dtypes, precision.autocast) if d is not None]
+        eps = [torch.finfo(d).eps for d in (*dtypes, precision.autocast) if d is not None] + [
+            self.eps
+        ]
         depth = len({name.rpartition(".")[0] for name in entries})
         lengths = [n for name in trainer.trained for n in entries[name].shape]
         terms = max(1, *lengths, sum(t.numel() for t in tensors_of(self.shares)))
@@ -407,12 +408,17 @@ def run_in_turn(run: Callable[..., None], inputs: Any, targets: Any, losses: Any
         run(x, y, losses)
 
 
-def bytes_of_a_sample(trainer: Trainer, inputs: Batch) -> float:
-    """Return the bytes one sample's forward keeps for backward; 0 if it can't run alone."""
+def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
+    """Return the bytes that one sample's forward keeps for backward, and their coarsest rounding: a
+    model may use autocast itself. Both are 0 if it can't run alone.
+    """
     weights = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
     kept: dict[int, int] = {}
+    eps = 0.0
 
     def pack(t: Tensor) -> Tensor:
+        nonlocal eps
+        eps = max(eps, torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0)
         storage = t.untyped_storage()
         kept[storage._cdata] = 0 if storage._cdata in weights else storage.nbytes()
         return t
@@ -422,7 +428,7 @@ def bytes_of_a_sample(trainer: Trainer, inputs: Batch) -> float:
             trainer.model,
             cast(map_tensors(lambda t: t[:1].clone(), inputs), trainer.precision.weights),
         )
-    return float(sum(kept.values()))
+    return float(sum(kept.values())), eps
 
 
 def power_of_two(wanted: float) -> float:
