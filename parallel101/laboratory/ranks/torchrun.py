@@ -269,7 +269,7 @@ class JobWatcher(threading.Thread):
         self.checking = threading.Lock()  # calls: the program's thread checks the last ones
         self.announced_here = False  # the failure that all ranks raise was found here
         self.status_texts = [b""] * size
-        self.knows = False  # this rank knows of the failure
+        self.failure: BaseException | None = None  # which some rank has announced
         self.heartbeats = Heartbeats(recorder.rank, size, store)
         self.fault_since: float | None = None  # since when a rank of this host can't go on
         self.looked = time.monotonic()  # when the store answered last
@@ -416,15 +416,14 @@ class JobWatcher(threading.Thread):
     def announced(self, within: float) -> BaseException | None:
         """Return the failure that some rank has announced, or announces within `within` seconds."""
         deadline = time.monotonic() + within
-        while not self.store.check(["failure"]):
+        while self.failure is None and not self.store.check(["failure"]):
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
-        failure = from_json(self.store.get("failure"))
-        if not self.knows:
-            self.knows = True
-            self.store.set(f"knows/{self.recorder.rank}", "")
-        return failure
+        if self.failure is None:
+            self.failure = from_json(self.store.get("failure"))
+            self.store.set(f"knows/{self.recorder.rank}", "")  # the store may end now
+        return self.failure
 
     def cause_of(self, failure: Failure) -> BaseException | None:
         """Return the error that broke this rank's connection: a failure or a rank that has died.
@@ -432,6 +431,8 @@ class JobWatcher(threading.Thread):
         None if it is not known.
         """
         try:
+            if (cause := self.announced(within=0.0)) is not None:
+                return cause
             deadline, before = time.monotonic() + lost_after(), self.heartbeats.texts()
             while not (ended := self._ended_early()) and time.monotonic() < deadline:
                 if (cause := self.announced(within=TICK)) is not None:
