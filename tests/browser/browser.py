@@ -78,6 +78,14 @@ class Browser(chromium.Browser):
             else:
                 self.key(step, text=step if len(step) == 1 else {"Enter": "\r"}.get(step, ""))
 
+    def reload(self) -> None:
+        """Load the page again, at the address that its script has set.
+
+        The page asks for it: Chromium's own command may not have heard of that address yet.
+        """
+        self.js("window.before = true; setTimeout(() => location.reload())")
+        self.until("!window.before && document.readyState === 'complete'")
+
     def picture(self, whole: bool = False) -> bytes:
         """Take a screenshot, as PNG.
 

@@ -117,7 +117,7 @@ def test_the_address_carries_the_choice(browser, atlas):
     choose(browser, "network", "torus")
     choose(browser, "beside", "torus")
     is_shown(browser, "ring", "torus")
-    browser.call("Page.reload")
+    browser.reload()
     is_shown(browser, "ring", "torus")
     assert browser.js(MENUS) == ["all_reduce", "ring", "torus", "8", "torus"]
     browser.click("document.querySelector('.algorithms a')")

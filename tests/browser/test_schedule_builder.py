@@ -276,8 +276,7 @@ def test_the_address_carries_the_schedule(browser, builder):
     lists = [["0F0", "0F1", "0B0"], ["1F0", "1B0"]]
     with_lists(browser, builder, lists)
     browser.do((LISTS, lists), button("F", 1))
-    browser.call("Page.reload")
-    browser.until("document.readyState === 'complete' && state.lists[1].length === 3")
+    browser.reload()
     assert ran(browser.js(PYTHON))["schedule"].actions == [lists[0], ["1F0", "1B0", "1F1"]]
     for spoilt_lists, why in (
         ("0B0.0F0_1F0.1B0", "0B0 needs 0F0, which comes later"),
