@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel101.laboratory.record.ipython import in_notebook
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # torch says so when it is imported; nothing in the core needs NumPy, and doctor says what does
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
