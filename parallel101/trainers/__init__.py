@@ -15,7 +15,7 @@ Behind them:
 
     hybrid.py, one_axis.py    the public trainers: HybridTrainer, and it on one axis
     options.py, batches.py, losses.py    what they are given: options, samples, a loss
-    training_loop.py, checkpoint.py, sharded_optimizer.py, memory.py    besides a step
+    training_loop.py, history.py, checkpoint.py, sharded_optimizer.py, memory.py    besides a step
     axis.py, layout.py      what an axis does to a model; where every parameter is
     gradient_sync.py, flat.py, model_layers.py    the axis dp: what gradients need; odd models
     context/                the axis cp: a batch cut along time, Ulysses

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel101.trainers.history import History
 from parallel101.trainers.options import Trainer, mark_as_cut, need_numbers
 
 FORMAT = "parallel101 checkpoint 2"
@@ -90,7 +91,7 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
     """
     need_numbers(trainer, "resume")
 
-    def read() -> tuple[dict[str, Any], dict[str, Any], Any]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], History]:
         content = read_checkpoint(path)
         check_state(content["model"], trainer)
         if scheduler is not None and content.get("scheduler") is None:
@@ -100,7 +101,7 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
         return (
             content,
             trainer.sharded_optimizer.state_to_load(content["optimizer"]),
-            type(trainer.history)(**content["history"]),
+            History(**content["history"]),
         )
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)

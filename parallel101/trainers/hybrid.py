@@ -26,6 +26,7 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.axis import DataAxis, OneStage
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.gradient_sync import nested
+from parallel101.trainers.history import History
 from parallel101.trainers.layout import Axes, Layout, entries_of, state_names, tensors_of_state
 from parallel101.trainers.options import (
     LossFn,
@@ -44,7 +45,6 @@ from parallel101.trainers.recompute import modules_to_recompute, recompute_in_ba
 from parallel101.trainers.sharded_optimizer import ShardedOptimizer, build_optimizer
 from parallel101.trainers.step import step as train_on_batch
 from parallel101.trainers.sync_batch_norm import Norms, norms_of
-from parallel101.trainers.training_loop import History
 from parallel101.trainers.verify.report import Report
 from parallel101.trainers.verify.verification import Verification
 

@@ -210,7 +210,7 @@ def test_no_two_modules_need_each_other():
 def test_the_subject_needs_torch_and_tqdm_only():
     for module in (module for module in MODULES if room(module) in SUBJECT):
         # when plot() is called
-        optional = {"matplotlib"} if module == "trainers.training_loop" else set()
+        optional = {"matplotlib"} if module == "trainers.history" else set()
         optional |= {"keras"} if room(module) == "keras" else set()
         known = {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional
         assert parsed(MODULES[module]).libraries <= known, module

@@ -156,18 +156,18 @@ def _as_json(value: Any, parts: list[bytes]) -> Any:
     return {"tensor": dtype, "shape": value.shape, "strides": strides}
 
 
-def _from_json(data: BinaryIO, strided: bool, found: dict[str, Any]) -> Any:
+def _from_json(data: BinaryIO, strided: bool, entry: dict[str, Any]) -> Any:
     """Return the value for an object of JSON, whose parts are values already.
 
     JSON is read from its beginning, so tensors' bytes come in the order in which they were written.
     """
-    if "tuple" in found:
-        return tuple(found["tuple"])
-    if "dict" in found:
-        return dict(found["dict"])
-    if "tensor" not in found:
-        return found
-    dtype, shape = DTYPES[found["tensor"]], found["shape"]
+    if "tuple" in entry:
+        return tuple(entry["tuple"])
+    if "dict" in entry:
+        return dict(entry["dict"])
+    if "tensor" not in entry:
+        return entry
+    dtype, shape = DTYPES[entry["tensor"]], entry["shape"]
     if not all(type(n) is int and 0 <= n <= MOST_BYTES for n in shape):
         raise ValueError(f"a tensor of shape {str(shape)[:200]}")
     size = math.prod(shape) * dtype.itemsize
@@ -175,6 +175,6 @@ def _from_json(data: BinaryIO, strided: bool, found: dict[str, Any]) -> Any:
         raise ValueError(f"a {dtype} tensor of shape {shape} with {len(own)} bytes")
     flat = torch.frombuffer(own, dtype=dtype) if own else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
-    if strided and found["strides"]:
-        return torch.empty_strided(shape, found["strides"], dtype=dtype).copy_(tensor)
+    if strided and entry["strides"]:
+        return torch.empty_strided(shape, entry["strides"], dtype=dtype).copy_(tensor)
     return tensor

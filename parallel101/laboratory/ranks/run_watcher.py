@@ -63,9 +63,7 @@ class RunWatcher:
         self.ask_stacks, self.write, self.folder = ask_stacks, write, folder
         self.misuse_due = math.inf  # when calls that differ are an error
         self.report_wanted = False
-        # ranks whose process was stopped at the last look, and at the last two
-        self.stopped: set[int] = set()
-        self.stopped_twice: set[int] = set()
+        self.stopped: set[int] = set()  # ranks whose process was stopped at the last look
         self.reported_stopped: set[int] = set()
         self.next_look_at_processes = 0.0
 
@@ -106,15 +104,15 @@ class RunWatcher:
             pids: by rank, the processes of this host.
             own: of a job's ranks, which all call it: this one. The lowest one that runs reports.
         """
-        if (now := time.monotonic()) >= self.next_look_at_processes:
-            self.next_look_at_processes = now + LOOK_AT_PROCESSES_EVERY
-            stopped = {rank for rank, pid in pids.items() if _is_stopped(pid)}
-            self.stopped_twice, self.stopped = stopped & self.stopped, stopped
-            self.reported_stopped &= stopped
-        new = sorted(self.stopped_twice - self.reported_stopped)
+        if (now := time.monotonic()) < self.next_look_at_processes:
+            return
+        self.next_look_at_processes, before = now + LOOK_AT_PROCESSES_EVERY, self.stopped
+        self.stopped = {rank for rank, pid in pids.items() if _is_stopped(pid)}
+        self.reported_stopped &= self.stopped
+        new = sorted(self.stopped & before - self.reported_stopped)
         if not new or not any(status.blocked for status in self.graph.ranks):
             return
-        self.reported_stopped |= self.stopped_twice
+        self.reported_stopped.update(new)
         if own <= min(pids.keys() - self.stopped, default=own):
             command = f"kill -CONT {' '.join(str(pids[rank]) for rank in new)}"
             head = f"parallel101: a signal has stopped {ranks_text(new)}. To continue: {command}"

@@ -19,6 +19,7 @@ from ctypes import string_at
 from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -278,19 +279,6 @@ def after_backward(callback: Callable[[], Any]) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of a module or a class other values, inside the block."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 def ahead_of_futures(
     waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]
 ) -> AbstractContextManager[None]:
@@ -312,7 +300,7 @@ def ahead_of_futures(
             asks()
         return done(self)
 
-    return replaced(future, wait=wait_first, done=ask_first)
+    return mock.patch.multiple(future, wait=wait_first, done=ask_first)
 
 
 def around_profiler(
@@ -325,7 +313,7 @@ def around_profiler(
     """
     profiler: Any = torch.autograd.profiler
 
-    def calling(name: str) -> Callable[..., Any]:
+    def calling(name: str) -> Any:
         original = getattr(profiler, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -339,7 +327,7 @@ def around_profiler(
         return call
 
     names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
-    return replaced(profiler, **{name: calling(name) for name in names})
+    return mock.patch.multiple(profiler, **{name: calling(name) for name in names})
 
 
 def wrap_new_groups(
@@ -452,7 +440,7 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
     names = [f"_get_{kind}_kernels_supported_devices" for kind in ("fused", "foreach")]
     devices = {name: [*getattr(modules[0], name)(), "meta"] for name in names}
     lists: dict[str, Any] = {name: functools.partial(list, devices[name]) for name in names}
-    with replaced(modules[0], **lists), replaced(modules[1], **lists):
+    with mock.patch.multiple(modules[0], **lists), mock.patch.multiple(modules[1], **lists):
         yield
 
 

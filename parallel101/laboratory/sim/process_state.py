@@ -60,6 +60,7 @@ from importlib import _bootstrap
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -346,10 +347,10 @@ def functions_of_running_rank() -> Iterator[None]:
     with ExitStack() as undo:
         for module, owner, generator, _ in hidden_generators():
             before = getattr(owner, generator)
-            functions = {
+            functions: dict[str, Any] = {
                 name: follow(owner, generator, name)
                 for name, function in vars(module).items()
                 if getattr(function, "__self__", None) is before
             }
-            undo.enter_context(torch_private.replaced(module, **functions))
+            undo.enter_context(mock.patch.multiple(module, **functions))
         yield

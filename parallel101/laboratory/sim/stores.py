@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partialmethod
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch.distributed import HashStore, rendezvous, rpc
+from torch.distributed import HashStore, rpc
 
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call
@@ -197,15 +197,17 @@ class SimStores:
                 super().__init__(named[self.path,])
 
         # each process has a HashStore for itself
-        self.instead = {"TCPStore": SimTCPStore, "FileStore": SimFileStore, "HashStore": SimStore}
+        self.instead: dict[str, Any] = {
+            "TCPStore": SimTCPStore,
+            "FileStore": SimFileStore,
+            "HashStore": SimStore,
+        }
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Let the program use these stores, inside the block."""
         with contextlib.ExitStack() as changes:
-            for module in (dist, c10d, rendezvous):
-                known = {name: kind for name, kind in self.instead.items() if hasattr(module, name)}
-                changes.enter_context(torch_private.replaced(module, **known))
+            changes.enter_context(mock.patch.multiple(dist, **self.instead))
             changes.enter_context(torch_private.called_instead(rpc.init_rpc, _refuse_rpc))
             yield
 

@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -319,7 +320,7 @@ def _as_on_a_gpu() -> Iterator[None]:
                 library.impl(operation, kernel, "AutogradMeta")
             _changes.callback(library._destroy)
             _changes.enter_context(torch_private.optimizers_as_on_a_gpu())
-            _changes.enter_context(torch_private.replaced(torch.autocast, __init__=_autocast))
+            _changes.enter_context(mock.patch.multiple(torch.autocast, __init__=_autocast))
     try:
         yield
     finally:
