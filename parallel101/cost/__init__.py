@@ -46,7 +46,6 @@ from parallel101.cost.software import MEGATRON_2021, TRAINERS, Software
 from parallel101.cost.step_memory import StageMemory, step_memory
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.cost.times import (
-    ProductTime,
     Time,
     all_gather,
     all_reduce,
@@ -71,7 +70,6 @@ __all__ = [
     "ModelShape",
     "ModelStates",
     "ParallelLayout",
-    "ProductTime",
     "Software",
     "StageMemory",
     "StepTime",

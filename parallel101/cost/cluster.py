@@ -28,11 +28,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel101.cost.closed_forms import ring_cost
-from parallel101.cost.hardware import Chip, KernelFigures, Level, Torus, chip_of
-from parallel101.cost.kernels import memory_seconds
+from parallel101.cost.hardware import Chip, KernelFigures, Level, chip_of
 from parallel101.cost.model_shape import check_whole
 
 
@@ -56,7 +55,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chip", chip_of(self.chip))
-        if isinstance(self.chip.links, Torus) or self.chip.kernels is None:
+        if self.chip.kernels is None:
             raise ValueError(
                 f"Cluster({self.chip.name!r}): expected a GPU with figures of its kernels, such as "
                 "'A100', 'H100' or 'B200'"
@@ -80,40 +79,31 @@ class Cluster:
         return self.chip.kernels
 
     @property
-    def levels(self) -> tuple[Level, ...]:
-        """The chip's levels of switches, from the inside out, with this cluster's node size."""
-        links = self.chip.links
-        assert not isinstance(links, Torus)
-        node, *outside = links
-        inside = Level(node.name, self.nodes_of, node.bandwidth, node.latency)
-        if not outside:
-            return (inside,)
-        leaf = outside[0]
-        whole = self.network or leaf.rail_bandwidth * self.nodes_of
-        rails = min(leaf.rails, self.nodes_of)
-        return (inside, Level(leaf.name, leaf.size, whole, leaf.latency, rails), *outside[1:])
+    def links(self) -> tuple[Level, ...]:
+        assert isinstance(self.chip.links, tuple)
+        return self.chip.links
 
     @cached_property
     def inside_bandwidth(self) -> float:
         """Bytes per second that a GPU's NVLink reaches, one way."""
-        return self.levels[0].bandwidth * self.kernels.nvlink_reached
+        return self.links[0].bandwidth * self.kernels.nvlink_reached
 
     @cached_property
     def card_bandwidth(self) -> float:
         """Bytes per second that a GPU's share of its node's network cards reaches, one way."""
-        return self.levels[1].bandwidth / self.nodes_of * self.kernels.network_reached
+        share = self.network / self.nodes_of if self.network else self.links[1].rail_bandwidth
+        return share * self.kernels.network_reached
 
     def network_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `Network.two_level` for this cluster.
 
         Latencies and bandwidths are those that the seconds of collectives below use.
         """
-        figures = self.kernels
         return {
             "ranks_per_node": self.nodes_of,
-            "latency": figures.network_step,
+            "latency": self.kernels.network_step,
             "bandwidth": self.card_bandwidth * self.nodes_of,
-            "inside_latency": figures.nvlink_step,
+            "inside_latency": self.kernels.nvlink_step,
             "inside_bandwidth": self.inside_bandwidth,
             "rails": self.nodes_of,
         }
@@ -122,26 +112,9 @@ class Cluster:
 # ── seconds of a collective along an axis of a layout ──
 
 
-class AxisLinks(NamedTuple):
-    """The links that a ring along an axis uses."""
-
-    inside: int  # how many of its ranks are in a node
-    bandwidth: float  # bytes per second, of a rank
-    latency: float  # seconds of all steps once round
-
-
-def axis_links(cluster: Cluster, ranks: int, stride: int) -> AxisLinks:
-    """Return the links of a ring of `ranks` ranks whose numbers are `stride` apart."""
-    inside = max(1, min(ranks, cluster.nodes_of // stride))
-    has = cluster.kernels
-    nodes = -(-ranks // inside)
-    if nodes == 1:
-        return AxisLinks(ranks, cluster.inside_bandwidth, (ranks - 1) * has.nvlink_step)
-    bandwidth = cluster.card_bandwidth * inside
-    if inside > 1:
-        bandwidth = min(bandwidth, cluster.inside_bandwidth)
-    steps = (nodes - 1) * has.network_step + (ranks - nodes) * has.nvlink_step
-    return AxisLinks(inside, bandwidth, steps)
+def ranks_inside(cluster: Cluster, ranks: int, stride: int) -> int:
+    """Return how many of an axis' ranks, whose numbers are `stride` apart, are in one node."""
+    return max(1, min(ranks, cluster.nodes_of // stride))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -151,14 +124,18 @@ def all_gather_seconds(
     """Return the seconds of an all-gather of `nbytes` in total; a reduce-scatter takes as long."""
     if ranks == 1 or not nbytes:
         return 0.0
-    links = axis_links(cluster, ranks, stride)
-    if algorithm == "ring" or links.inside in (1, ranks):
-        return ring_cost("all_gather", ranks, nbytes).path / links.bandwidth + links.latency
-    has, outside = cluster.kernels, ranks - links.inside
-    return max(  # the card and NVLink send at the same time
-        outside * (nbytes / ranks / cluster.card_bandwidth + has.network_step),
-        (links.inside - 1) * (nbytes / ranks / cluster.inside_bandwidth + has.nvlink_step),
-    )
+    has, inside = cluster.kernels, ranks_inside(cluster, ranks, stride)
+    if algorithm == "direct" and 1 < inside < ranks:
+        return max(  # the card and NVLink send at the same time
+            (ranks - inside) * (nbytes / ranks / cluster.card_bandwidth + has.network_step),
+            (inside - 1) * (nbytes / ranks / cluster.inside_bandwidth + has.nvlink_step),
+        )
+    nodes, bandwidth = -(-ranks // inside), cluster.inside_bandwidth
+    steps = (nodes - 1) * has.network_step + (ranks - nodes) * has.nvlink_step
+    if nodes > 1:  # with the cards of all ranks that are in a node
+        cards = cluster.card_bandwidth * inside
+        bandwidth = cards if inside == 1 else min(cards, bandwidth)
+    return ring_cost("all_gather", ranks, nbytes).path / bandwidth + steps
 
 
 def all_reduce_seconds(
@@ -166,14 +143,6 @@ def all_reduce_seconds(
 ) -> float:
     """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * all_gather_seconds(cluster, nbytes, ranks, stride, algorithm=algorithm)
-
-
-def added_seconds(cluster: Cluster, nbytes: float, ranks: int) -> float:
-    """Return the seconds of the kernel that adds one other rank's block.
-
-    Our own reduce-scatter runs it for each block. NCCL's kernels add while they receive.
-    """
-    return memory_seconds(cluster.chip, 3 * nbytes / ranks) if ranks > 1 else 0.0
 
 
 def all_to_all_seconds(
@@ -185,15 +154,14 @@ def all_to_all_seconds(
     """
     if ranks == 1 or not nbytes:
         return 0.0
-    links, has, each = axis_links(cluster, ranks, stride), cluster.kernels, nbytes / ranks
+    has, each, near = cluster.kernels, nbytes / ranks, ranks_inside(cluster, ranks, stride)
+    inside, card = each / cluster.inside_bandwidth, each / cluster.card_bandwidth
     if algorithm == "direct":
-        near = (links.inside - 1) * (each / cluster.inside_bandwidth + has.nvlink_step)
-        return near + (ranks - links.inside) * (each / cluster.card_bandwidth + has.network_step)
-    if links.inside == ranks:
-        path = ring_cost("all_to_all", ranks, nbytes).path
-        return path / cluster.inside_bandwidth + has.nvlink_step
-    out = nbytes * (ranks - links.inside) / ranks / cluster.card_bandwidth
-    return out + has.network_step
+        out = (ranks - near) * (card + has.network_step)
+        return (near - 1) * (inside + has.nvlink_step) + out
+    if near == ranks:
+        return (ranks - 1) * inside + has.nvlink_step
+    return (ranks - near) * card + has.network_step
 
 
 def send_seconds(cluster: Cluster, nbytes: float, stride: int = 1, *, ranks: int = 2) -> float:

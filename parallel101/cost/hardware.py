@@ -72,18 +72,17 @@ class KernelFigures:
         sms: streaming multiprocessors; each computes one tile of a product at a time.
         sustained: the part of `flops` that tensor cores reach on an endless inner loop, at the
             clock that the GPU holds under load.
+        hbm: the part of `hbm_bandwidth` that a kernel reaches which reads and writes once.
+        attention, attention_backward: the part of `flops` that fused attention reaches.
+        runs, runs_words: how many times as long as the quick model says published runs took: the
+            range that plans print, and what it is.
         tiles: (rows, columns, part of `sustained`) of the tiles that a product may choose from.
         tile_start: elements along k whose time it takes to begin and to end a tile.
         alignment: (multiple, part of `sustained`): a product whose sizes are multiples of 16 bytes
             runs at full speed, others load their matrices in smaller pieces.
-        hbm: the part of `hbm_bandwidth` that a kernel reaches which reads and writes once.
         launch: seconds between the end of a kernel and the start of the next.
-        attention, attention_backward: the part of `flops` that fused attention reaches.
         nvlink_reached, network_reached: the part of a link's bandwidth that long messages reach.
         nvlink_step, network_step: seconds of a step of a collective, besides its bytes.
-        runs, runs_words: how many times as long as the quick model says published runs took: the
-            range that plans print, and what it is.
-        source: of each of these.
     """
 
     sms: int
@@ -93,7 +92,6 @@ class KernelFigures:
     attention_backward: float
     runs: tuple[float, float]
     runs_words: str
-    source: str
     tiles: tuple[tuple[int, int, float], ...] = TILES
     tile_start: int = 128
     alignment: tuple[tuple[int, float], ...] = ALIGNMENT
@@ -113,7 +111,6 @@ class Chip:
     hbm_bytes: float
     hbm_bandwidth: float
     links: Torus | tuple[Level, ...]  # levels from the inside out
-    source: str
     # bytes per second to the host and to its network card, one way; None: not in this table
     pcie_bandwidth: float | None = None
     kernels: KernelFigures | None = None  # of a GPU that steps are predicted for
@@ -122,161 +119,82 @@ class Chip:
         return hash((self.name, self.flops))  # not of all figures: caches ask for it often
 
 
-BOOK = "Austin et al., How to Scale Your Model (2025), "
-TPUS = (
-    BOOK + 'part 2, "TPU Specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
-)
-GPUS = BOOK + (
-    'part 12, "Summary of GPU specs", "At the node level" and "Beyond the node level"; hop '
-    "latency: NCCL, src/graph/tuning.cc, "
-)
-GPUS += "hwLat of ring with protocol LL"
-# a card of 400 Gbit/s for each GPU, and "each group of 32 nodes is rail-aligned"
-RAILS = (
-    "; rails: NVIDIA, DGX SuperPOD reference architecture, DGX H100, Network Fabrics, and "
-    "DGX H100 User Guide, table Network Modules"
-)
-PCIE = (
-    '; PCIe: NVIDIA, "H100 Tensor Core GPU Architecture" (white paper, V1.04), Key Feature Summary'
-)
-HOP = 1e-6  # "typically around 1us"
-NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
-
-# Calibrated on three rows of Megatron-LM's Table 1 (Narayanan et al., SC 2021) and on the layers in
-# vTrain's profile that keep an A100 busy: see BENCHMARKS.md. Memory bandwidth and products are hard
-# to tell apart there: (0.82, 0.60) fits almost as well as (0.80, 0.64).
-A100_CALIBRATED = "sustained, tile_start, hbm: calibrated on published runs, see BENCHMARKS.md; "
-LINKS = (
-    "; nvlink_step, network_step and network_reached: read off SimAI's inputs/ratio (fractions of "
-    "a link's bandwidth that NCCL reached, by size and number of nodes), not fitted"
-)
-# of the published runs that calibrated no constant: see BENCHMARKS.md
+# Steps and network_reached of all GPUs are read off SimAI's inputs/ratio (fractions of a link's
+# bandwidth that NCCL reached, by size and number of nodes), not fitted. SMs: NVIDIA's architecture
+# papers, and for the B200 what CUDA reports.
+#
+# A100: sustained, tile_start and hbm are calibrated on three rows of Megatron-LM's Table 1
+# (Narayanan et al., SC 2021) and on the layers in vTrain's profile that keep an A100 busy: see
+# BENCHMARKS.md. Memory bandwidth and products are hard to tell apart there: (0.82, 0.60) fits
+# almost as well as (0.80, 0.64). Attention: 50 to 73 % of the peak, Dao, FlashAttention-2 (arXiv
+# 2307.08691), abstract, the lower half for a causal mask.
+#
+# H100: sustained, hbm and attention are measured on an H100 80GB HBM3 with torch 2.11, see
+# planner/published_tables/h100_kernels.csv. ON_H100: of the published runs that calibrated no
+# constant, see BENCHMARKS.md.
+#
+# B200: a guess. Sustained: the H100's, in the ratio of their best products (0.776 and 0.803 of the
+# peak: S. Bekman, Machine Learning Engineering, compute/accelerator); hbm: the H100's; attention:
+# an estimate, below FlashAttention-4's best (Zadouri et al., github.com/Dao-AILab/flash-attention,
+# assets/fa4_paper.pdf).
 ON_H100 = (0.9, 1.6)
+A100_RUNS = "nine in ten of the published A100 runs that keep a GPU busy are within it"
+H100_RUNS = "published H100 runs, none of which calibrated the model, took "
+H100_RUNS += f"{ON_H100[0]} to {ON_H100[1]} times what it says for their programs"
+H200_RUNS = "the H100's, which has the same SMs; no run on an H200 was compared"
+B200_RUNS = "a guess: the H100's; no run on a B200 was compared"
+H100_KERNELS = KernelFigures(132, 0.71, 0.88, 0.55, 0.45, ON_H100, H100_RUNS)
 KERNELS = {
-    "A100": KernelFigures(
-        sms=108,
-        sustained=0.80,
-        hbm=0.64,
-        attention=0.60,
-        attention_backward=0.50,
-        runs=(0.9, 1.1),
-        runs_words="nine in ten of the published A100 runs that keep a GPU busy are within it",
-        source=A100_CALIBRATED
-        + "SMs: NVIDIA, A100 Tensor Core GPU Architecture; attention: 50 to 73 % of the peak, Dao, "
-        "FlashAttention-2 (arXiv 2307.08691), abstract, the lower half for a causal mask" + LINKS,
-    ),
-    "H100": KernelFigures(
-        sms=132,
-        sustained=0.71,
-        hbm=0.88,
-        attention=0.55,
-        attention_backward=0.45,
-        runs=ON_H100,
-        runs_words="published H100 runs, none of which calibrated the model, took "
-        f"{ON_H100[0]} to {ON_H100[1]} times what it says for their programs",
-        source="sustained, hbm, attention: measured on an H100 80GB HBM3 with torch 2.11, see "
-        "planner/published_tables/h100_kernels.csv; SMs: NVIDIA, H100 Tensor Core GPU Architecture"
-        + LINKS,
-    ),
-    "B200": KernelFigures(
-        sms=148,
-        sustained=0.69,
-        hbm=0.88,
-        attention=0.50,
-        attention_backward=0.40,
-        runs=ON_H100,
-        runs_words="a guess: the H100's; no run on a B200 was compared",
-        source="a guess: sustained: the H100's, in the ratio of their best products (0.776 and "
-        "0.803 of the peak: S. Bekman, Machine Learning Engineering, compute/accelerator); hbm: "
-        "the H100's; SMs: 148 as CUDA reports them; attention: an estimate, below "
-        "FlashAttention-4's best (Zadouri et al., github.com/Dao-AILab/flash-attention, "
-        "assets/fa4_paper.pdf)" + LINKS,
-    ),
+    "A100": KernelFigures(108, 0.80, 0.64, 0.60, 0.50, (0.9, 1.1), A100_RUNS),
+    "H100": H100_KERNELS,
+    "H200": replace(H100_KERNELS, runs_words=H200_RUNS),
+    "B200": KernelFigures(148, 0.69, 0.88, 0.50, 0.40, ON_H100, B200_RUNS),
 }
-KERNELS["H200"] = replace(
-    KERNELS["H100"],
-    runs_words="the H100's, which has the same SMs; no run on an H200 was compared",
-)
 
+# Seconds of a hop. TPU: "typically around 1us", Austin et al., How to Scale Your Model (2025), part
+# 3, "A note on ICI latency". GPU: NCCL, src/graph/tuning.cc, hwLat of ring with protocol LL.
+HOP, NVLINK_HOP, NETWORK_HOP = 1e-6, 0.6e-6, 2.7e-6
+# A card of 400 Gbit/s for each GPU, and "each group of 32 nodes is rail-aligned": NVIDIA, DGX
+# SuperPOD reference architecture, DGX H100, Network Fabrics, and DGX H100 User Guide, table Network
+# Modules. The B200's: the same of DGX B200 (8 cables a node).
+LEAF = Level("leaf", 32, 400e9, NETWORK_HOP, rails=8)
 H100_LINKS = (
     Level("node", 8, 450e9, NVLINK_HOP),
-    Level("leaf", 32, 400e9, NETWORK_HOP, rails=8),
+    LEAF,
     Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8),
 )
+A100_LINKS = (
+    Level("node", 8, 300e9, NVLINK_HOP),
+    Level("leaf", 20, 200e9, NETWORK_HOP, rails=8),
+)
+B200_LINKS = Level("node", 8, 900e9, NVLINK_HOP), LEAF
+# nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200
+GB200_LINKS = (
+    Level("node", 72, 900e9, NVLINK_HOP),
+    Level("leaf", 8, 3.6e12, NETWORK_HOP, rails=72),
+)
+V5P_LINKS = Torus(3, 9.0e10, HOP, ring_multiple=4)  # closed in multiples of a cube of 4 × 4 × 4
 
+# name, flops, bytes and bandwidth of the memory, links. Sources: Austin et al., part 2, "TPU Specs"
+# and "TPU Networking"; part 12, "Summary of GPU specs", "At the node level" and "Beyond the node
+# level". TPU7x: Google Cloud, docs.cloud.google.com/tpu/docs/tpu7x, which gives all links together:
+# 1200 GB/s, as for TPU v5p. A100's and GB200's flops: Lockwood, glennklockwood.com/garden/
+# processors, from NVIDIA's data sheet. PCIe: NVIDIA, "H100 Tensor Core GPU Architecture" (white
+# paper, V1.04), Key Feature Summary. GB200's memory and rails (4 cards for 4 GPUs): MLCommons,
+# Inference v6.1, systems/GB200-NVL72_GB200-186GB.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("TPU v4p", 2.75e14, 32e9, 1.2e12, Torus(3, 4.5e10, HOP, ring_multiple=4), TPUS),
-        Chip("TPU v5p", 4.59e14, 96e9, 2.8e12, Torus(3, 9.0e10, HOP, ring_multiple=4), TPUS),
-        Chip("TPU v5e", 1.97e14, 16e9, 8.1e11, Torus(2, 4.5e10, HOP, ring_multiple=16), TPUS),
-        Chip("TPU v6e", 9.2e14, 32e9, 1.6e12, Torus(2, 9.0e10, HOP, ring_multiple=16), TPUS),
-        Chip(
-            "TPU7x",
-            2.307e15,
-            192 * 2**30,
-            7.38e12,
-            # Google gives all links together: 1200 GB/s, as for TPU v5p
-            Torus(3, 9.0e10, HOP, ring_multiple=4),
-            "Google Cloud, docs.cloud.google.com/tpu/docs/tpu7x; links and hop latency as TPU v5p: "
-            + TPUS,
-        ),
-        Chip(
-            "A100",
-            3.12e14,
-            80e9,
-            2.0e12,
-            (
-                Level("node", 8, 300e9, NVLINK_HOP),
-                Level("leaf", 20, 200e9, NETWORK_HOP, rails=8),
-            ),
-            GPUS
-            + (
-                "; flops: Lockwood, glennklockwood.com/garden/processors/A100, from NVIDIA's "
-                "data sheet"
-            ),
-            kernels=KERNELS["A100"],
-        ),
-        Chip(
-            "H100",
-            9.9e14,
-            80e9,
-            3.35e12,
-            H100_LINKS,
-            GPUS + RAILS + PCIE,
-            pcie_bandwidth=64e9,
-            kernels=KERNELS["H100"],
-        ),
-        Chip(
-            "H200",
-            9.9e14,
-            141e9,
-            4.8e12,
-            H100_LINKS,
-            GPUS + "; network and kernels: the H100's, which has the same SMs and nodes",
-            kernels=KERNELS["H200"],
-        ),
-        Chip(
-            "B200",
-            2.25e15,
-            192e9,
-            8.0e12,
-            (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP, rails=8)),
-            GPUS + "; nodes per leaf, rails (8 cables a node): NVIDIA, DGX SuperPOD reference "
-            "architecture, DGX B200",
-            kernels=KERNELS["B200"],
-        ),
-        Chip(
-            "GB200",
-            2.5e15,
-            186e9,
-            8.0e12,
-            (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP, rails=72)),
-            GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200; "
-            "flops: Lockwood, "
-            "glennklockwood.com/garden/processors/B200; memory, rails (4 cards for 4 GPUs): "
-            "MLCommons, Inference v6.1, systems/GB200-NVL72_GB200-186GB",
-        ),
+        Chip("TPU v4p", 2.75e14, 32e9, 1.2e12, Torus(3, 4.5e10, HOP, ring_multiple=4)),
+        Chip("TPU v5p", 4.59e14, 96e9, 2.8e12, V5P_LINKS),
+        Chip("TPU v5e", 1.97e14, 16e9, 8.1e11, Torus(2, 4.5e10, HOP, ring_multiple=16)),
+        Chip("TPU v6e", 9.2e14, 32e9, 1.6e12, Torus(2, 9.0e10, HOP, ring_multiple=16)),
+        Chip("TPU7x", 2.307e15, 192 * 2**30, 7.38e12, V5P_LINKS),
+        Chip("A100", 3.12e14, 80e9, 2.0e12, A100_LINKS, kernels=KERNELS["A100"]),
+        Chip("H100", 9.9e14, 80e9, 3.35e12, H100_LINKS, 64e9, KERNELS["H100"]),
+        Chip("H200", 9.9e14, 141e9, 4.8e12, H100_LINKS, kernels=KERNELS["H200"]),
+        Chip("B200", 2.25e15, 192e9, 8.0e12, B200_LINKS, kernels=KERNELS["B200"]),
+        Chip("GB200", 2.5e15, 186e9, 8.0e12, GB200_LINKS),
     )
 }
 

@@ -20,8 +20,8 @@ models/gpt.py and models/llama.py on a virtual GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import (
     ModelShape,
     expert_parameters,
@@ -29,7 +29,7 @@ from parallel101.cost.model_shape import (
     parameters_and_arrays,
 )
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.software import Software
+from parallel101.cost.software import TRAINERS, Software
 
 SMALL = 1.0  # bytes of a kernel that takes as long as its launch
 
@@ -45,17 +45,24 @@ class RankWork:
 
     Attributes:
         part, layers, first, last: its number of layers; whether it has the embedding, and the head.
+        cluster: for seconds; bytes need none.
         parameters, arrays: how many it has.
         ranks: along dp, cp and ep, which sum gradients.
         ring: whether attention is ring attention.
+        share: of queries · keys, that the slowest rank computes with ring attention's own kernels.
+            Its queries are its own, its keys those of all ranks. In the contiguous layout, the last
+            rank needs all blocks. In zigzag, each needs its own block, whose masked half is
+            computed, too, and half of each other block.
         beside: over how many ranks tp cuts the embedding and the head.
+        outside: tokens outside of the products.
+        apart: whether the gradients of norms are sent separately.
     """
 
     shape: ModelShape
-    cluster: Cluster
     layout: ParallelLayout
-    software: Software
     part: tuple[int, bool, bool] = (1, True, True)
+    cluster: Any = None
+    software: Software = TRAINERS
 
     def __post_init__(self) -> None:
         shape, layout, part = self.shape, self.layout, self.part
@@ -64,15 +71,15 @@ class RankWork:
         self.parameters, self.arrays = parameters_and_arrays(shape, tp, layout.ep, *part)
         self.ranks = layout.dp * cp * layout.ep
         self.e, self.ring = layout.itemsize, cp > 1 and layout.context != "ulysses"
+        self.share = 1.0 if layout.context == "contiguous" else (cp + 1) / (2 * cp)
         self.beside = shape.tp_beside_attention(tp)
         self.tokens = tokens = layout.microbatch * shape.time // cp
-        self.N = tokens * shape.width / (tp if layout.sequence_parallel else 1)
+        self.outside = tokens / tp if layout.sequence_parallel else float(tokens)
+        self.apart = layout.sequence_parallel and tp > 1 and layout.zero_stage > 0
+        self.N = self.outside * shape.width
         self.Q, self.K = tokens * shape.width / tp, tokens * shape.kv_width / tp
         self.F = tokens * shape.inside * (shape.top_k if shape.experts else 1) / self.beside
         self.S = layout.microbatch * shape.heads / tp * shape.time**2 / cp
-
-
-# ── products ──
 
 
 def linear_products(of: RankWork) -> Products:
@@ -91,46 +98,6 @@ def linear_products(of: RankWork) -> Products:
         m, many, again = (of.tokens, 1, 1) if i < 2 else (rows, batch, times)
         found += [(m, n, k, many) for n in ([sum(outputs)] if joined else outputs)] * again
     return found
-
-
-def square_products(of: RankWork) -> Products:
-    """Return the products of unfused attention, scores and context, over the whole square."""
-    shape, layout = of.shape, of.layout
-    heads, queries = layout.microbatch * shape.heads // layout.tp, shape.time // layout.cp
-    d = shape.head_width
-    return [(queries, shape.time, d, heads), (queries, d, shape.time, heads)]
-
-
-def input_gradients(products: Products) -> Products:
-    """Return the products of the inputs' gradients: ∂x (m, k) = g (m, n) · Wᵀ (n, k)."""
-    return [(m, k, n, batch) for m, n, k, batch in products]
-
-
-def weight_gradients(products: Products) -> Products:
-    """Return the products of the weights' gradients: ∂W (k, n) = xᵀ (k, m) · g (m, n)."""
-    return [(k, n, m, batch) for m, n, k, batch in products]
-
-
-def ring_share(layout: ParallelLayout) -> float:
-    """Return the fraction of queries · keys that ring attention's slowest rank computes.
-
-    The queries are the rank's own, the keys those of all ranks. In the contiguous layout, the last
-    rank needs all blocks. In zigzag, each rank needs its own block, whose masked half is computed,
-    too, and half of each other block.
-    """
-    return 1.0 if layout.context == "contiguous" else (layout.cp + 1) / (2 * layout.cp)
-
-
-def flash_attention(of: RankWork) -> tuple[float, float]:
-    """Return the operations and the bytes of fused attention, on the slowest rank along cp.
-
-    The operations are those of the causal half; the bytes those of queries, keys, values and the
-    result.
-    """
-    shape, layout, cp = of.shape, of.layout, of.layout.cp
-    half = (2 * cp - 1) / cp if of.ring and layout.context == "contiguous" else 1.0
-    nbytes = 2 * of.e * (of.Q + of.K) * (cp if of.ring else 1)
-    return half * 2 * of.tokens * shape.time * shape.width / layout.tp, nbytes
 
 
 # ── what memory bandwidth bounds ──
@@ -180,31 +147,42 @@ def eager_memory(of: RankWork) -> tuple[list[Row], list[Row]]:
     rows, experts = whole * shape.top_k, max(1, shape.experts // layout.ep)  # of this rank
     moved = [2 * e * rows] * 2 + [3 * e * rows] * 2
     copies = [2 * e * whole] * 4 + [2 * e * N] * 3
-    turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)]
+    # in fp32: cast, complex product, cast; and the angles
+    turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)] + [SMALL] * 7
     columns = (5 if gated else 4) + (3 if shape.biases else 0)
-    return [
-        (True, [2 * e * N] * 2 + [3 * e * N] * 2, [3 * e * N] * 4),  # norms and additions
-        (True, [], [3 * e * whole] * 2),  # the gradients of query, key and value's input are added
-        (gated, [2 * e * F, 3 * e * F], [3 * e * F] * 3 + [3 * e * whole]),
-        (not gated, [2 * e * F], [3 * e * F]),
-        (shape.biases, [], [e * N] * 2 + [e * F, e * Q, e * K]),
-        (shape.biases and tp > 1, [2 * e * N] * 2, []),  # after the sum; else the product adds it
-        # rows to their experts and back; weight gradients of all experts are joined
-        (shape.experts > 0, moved, moved + [2 * e * expert_parameters(shape, layout.ep)]),
-        # the router's, for the order of the rows, and each expert's GELU and biases
-        (shape.experts > 0, [SMALL] * (18 + experts), [SMALL] * (20 + 3 * experts)),
-        (cut, [2 * e * N] * 2, [2 * e * N] * 2),  # a rank's own block is copied to its place
-        (cut and layout.microbatch > 1, copies, copies),  # time is dim 1: around each message
-        (shape.dropout, [(2 * e + 1) * N] * 2, [(2 * e + 1) * N] * 2),
-        # in fp32: cast, complex product, cast; and the angles
-        (
-            shape.positions == "rotary",
-            turned + [SMALL] * 7,
-            turned + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K],
-        ),
-        # two kernels that stand for the gradient of a column layer until it's computed
-        (tp > 1, [], [SMALL] * 2 * columns),
-    ], eager_core(of)
+    return (
+        [
+            (True, [2 * e * N] * 2 + [3 * e * N] * 2, [3 * e * N] * 4),  # norms and additions
+            (
+                True,
+                [],
+                [3 * e * whole] * 2,
+            ),  # the gradients of query, key and value's input are added
+            (gated, [2 * e * F, 3 * e * F], [3 * e * F] * 3 + [3 * e * whole]),
+            (not gated, [2 * e * F], [3 * e * F]),
+            (shape.biases, [], [e * N] * 2 + [e * F, e * Q, e * K]),
+            (
+                shape.biases and tp > 1,
+                [2 * e * N] * 2,
+                [],
+            ),  # after the sum; else the product adds it
+            # rows to their experts and back; weight gradients of all experts are joined
+            (shape.experts > 0, moved, moved + [2 * e * expert_parameters(shape, layout.ep)]),
+            # the router's, for the order of the rows, and each expert's GELU and biases
+            (shape.experts > 0, [SMALL] * (18 + experts), [SMALL] * (20 + 3 * experts)),
+            (cut, [2 * e * N] * 2, [2 * e * N] * 2),  # a rank's own block is copied to its place
+            (cut and layout.microbatch > 1, copies, copies),  # time is dim 1: around each message
+            (shape.dropout, [(2 * e + 1) * N] * 2, [(2 * e + 1) * N] * 2),
+            (
+                shape.positions == "rotary",
+                turned,
+                turned[:6] + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K],
+            ),
+            # two kernels that stand for the gradient of a column layer until it's computed
+            (tp > 1, [], [SMALL] * 2 * columns),
+        ],
+        eager_core(of),
+    )
 
 
 def eager_core(of: RankWork) -> list[Row]:
@@ -218,8 +196,7 @@ def eager_core(of: RankWork) -> list[Row]:
             (unfused, [2 * e * Q] * 5 + squares, [2 * e * Q] * 5 + [3 * e * S, 2 * e * S]),
             (unfused and of.shape.dropout, [(2 * e + 1) * S], [(2 * e + 1) * S]),
         ]
-    share = ring_share(of.layout)
-    blocks, part, mask = S * share, Q * share, 8 * S / cp  # in fp32; the mask of the own block
+    blocks, part, mask = S * of.share, Q * of.share, 8 * S / cp  # fp32; the mask of the own block
     added = [8 * K, 2 * (e + 4) * K] + [8 * part] * 2 + [12 * part]
     added += [8 * K] * 2 + [16 * K] * 2 + [24 * K]
     return [

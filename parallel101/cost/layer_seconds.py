@@ -15,23 +15,12 @@ from typing import NamedTuple
 
 from parallel101.cost.cluster import (
     Cluster,
-    added_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
 )
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
-from parallel101.cost.layer_kernels import (
-    Products,
-    RankWork,
-    flash_attention,
-    input_gradients,
-    linear_products,
-    memory_kernels,
-    ring_share,
-    square_products,
-    weight_gradients,
-)
+from parallel101.cost.layer_kernels import Products, RankWork, linear_products, memory_kernels
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import Software
@@ -47,37 +36,11 @@ class Seconds(NamedTuple):
     cp: float = 0.0
     ep: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return sum(self)
-
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         return Seconds(*(a + times * b for a, b in zip(self, other)))
 
 
-class Pass(NamedTuple):
-    """Forward and backward of one microbatch, with what backward computes again."""
-
-    forward: Seconds
-    backward: Seconds
-
-    @property
-    def both(self) -> Seconds:
-        return self.forward.plus(self.backward)
-
-    @property
-    def seconds(self) -> float:
-        return self.forward.total + self.backward.total
-
-
-def waiting_for_host(gpu: float, kernels: int, software: Software) -> float:
-    """Return the seconds in which the GPU waits for the CPU to launch its kernels.
-
-    If each kernel took as long as the others, the slower of the two would decide. They don't: short
-    ones make the GPU wait even where long ones let the CPU get ahead. √(GPU² + CPU²) is between the
-    maximum and the sum.
-    """
-    return hypot(gpu, kernels * software.host) - gpu
+Passes = tuple[Seconds, Seconds]  # forward, and backward with what it computes again
 
 
 def beside(messages: float, kernels: float, software: Software) -> float:
@@ -90,16 +53,30 @@ def beside(messages: float, kernels: float, software: Software) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def seconds_of_parts(
-    shape: ModelShape, cluster: Cluster, layout: ParallelLayout, software: Software
-) -> tuple[Pass, Pass, Pass]:
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, software: Software
+) -> tuple[Passes, Passes, Passes]:
     """Return the seconds of one layer, of the embedding and of the head, for one microbatch."""
-    of = RankWork(shape, cluster, layout, software)
+    of = RankWork(shape, layout, cluster=cluster, software=software)
     return layer_seconds(of), embedding_seconds(of), head_seconds(of)
 
 
-def products_seconds(of: RankWork, products: Products, itemsize: int | None = None) -> float:
-    chip, e = of.cluster.chip, of.e if itemsize is None else itemsize
-    return sum(product_seconds(chip, m, n, k, batch=b, itemsize=e) for m, n, k, b in products)
+def products_seconds(
+    of: RankWork, products: Products, order: str = "mnk", itemsize: int = 0
+) -> float:
+    """Return the seconds of products (m, k) · (k, n), or of the gradients that belong to them.
+
+    Args:
+        order: which of their sizes are a product's m, n and k: "mkn" for the gradients of the
+            inputs, ∂x (m, k) = g (m, n) · Wᵀ (n, k), and "knm" for those of the weights,
+            ∂W (k, n) = xᵀ (k, m) · g (m, n).
+        itemsize: bytes of a number; 0: those of the layout.
+    """
+    seconds = partial(product_seconds, of.cluster.chip, itemsize=itemsize or of.e)
+    found = 0.0
+    for m, n, k, batch in products:
+        sizes = {"m": m, "n": n, "k": k}
+        found += seconds(*(sizes[name] for name in order), batch=batch)
+    return found
 
 
 def bound_by_memory(of: RankWork, kernels: list[float]) -> float:
@@ -107,70 +84,78 @@ def bound_by_memory(of: RankWork, kernels: list[float]) -> float:
 
 
 def core_seconds(of: RankWork) -> tuple[float, float]:
-    """Return the seconds of the products of attention's core, forward and backward."""
-    chip, cp, e = of.cluster.chip, of.layout.cp, of.e
-    if of.shape.attention == "fused" and (of.software.fused_ring or not of.ring):
-        flops, nbytes = flash_attention(of)
-        flops /= of.software.attention
+    """Return the seconds of the products of attention's core, forward and backward.
+
+    The operations of fused attention are those of the causal half, its bytes those of queries,
+    keys, values and the result, on the slowest rank along cp.
+    """
+    shape, layout, chip, cp, e = of.shape, of.layout, of.cluster.chip, of.layout.cp, of.e
+    if shape.attention == "fused" and (of.software.fused_ring or not of.ring):
+        half = (2 * cp - 1) / cp if of.ring and layout.context == "contiguous" else 1.0
+        flops = half * 2 * of.Q * shape.time / of.software.attention
+        nbytes = 2 * e * (of.Q + of.K) * (cp if of.ring else 1)
         more = (cp - 1) * of.cluster.kernels.launch if of.ring else 0.0  # a kernel for each block
         after = attention_seconds(chip, 2.5 * flops, 2 * nbytes, backward=True, itemsize=e)
         return attention_seconds(chip, flops, nbytes, itemsize=e) + more, after + more
-    squares = square_products(of)
-    gradients = input_gradients(squares) + weight_gradients(squares)
-    gradients += squares[:1] if of.ring else []  # the scores again
-    part, e = (ring_share(of.layout), 4) if of.ring else (1.0, e)
-    return part * products_seconds(of, squares, e), part * products_seconds(of, gradients, e)
+    # scores and context, over the whole square
+    heads, queries = layout.microbatch * shape.heads // layout.tp, shape.time // cp
+    squares = [(queries, shape.time, d := shape.head_width, heads), (queries, d, shape.time, heads)]
+    part, e = (of.share, 4) if of.ring else (1.0, e)
+    seconds = partial(products_seconds, of, itemsize=e)
+    gradients = seconds(squares, "mkn") + seconds(squares, "knm")
+    gradients += seconds(squares[:1]) if of.ring else 0.0  # the scores again
+    return part * seconds(squares), part * gradients
 
 
 def context_seconds(of: RankWork, compute: float, tensors: int) -> float:
     """Return the exposed seconds of Ulysses, or of ring attention that sends `tensors` tensors."""
     cp, tp = of.layout.cp, of.layout.tp
-    if not of.ring:  # queries, keys, values and result, or their gradients; of one rank none
-        how = of.software.collectives
-        exchange = partial(all_to_all_seconds, of.cluster, ranks=cp, stride=tp, algorithm=how)
-        return 2 * exchange(of.e * of.Q) + 2 * exchange(of.e * of.K)
-    step = send_seconds(of.cluster, tensors * of.e * of.K, tp, ranks=cp)
-    return (cp - 1) * max(0.0, step - compute / cp)
+    if of.ring:
+        step = send_seconds(of.cluster, tensors * of.e * of.K, tp, ranks=cp)
+        return (cp - 1) * max(0.0, step - compute / cp)
+    # queries, keys, values and result, or their gradients; of one rank none
+    how = of.software.collectives
+    exchange = partial(all_to_all_seconds, of.cluster, ranks=cp, stride=tp, algorithm=how)
+    return 2 * exchange(of.e * of.Q) + 2 * exchange(of.e * of.K)
 
 
-def layer_seconds(of: RankWork) -> Pass:
+def layer_seconds(of: RankWork) -> Passes:
     """Return the seconds of one layer's forward and backward for one microbatch."""
     shape, cluster, layout, software = of.shape, of.cluster, of.layout, of.software
     (around, after), (in_core, in_core_after) = memory_kernels(of)
     linear = linear_products(of)
-    forward, gradients = (products_seconds(of, x) for x in (linear, weight_gradients(linear)))
-    backward = gradients + products_seconds(of, input_gradients(linear)) + software.again * forward
+    forward, gradients = products_seconds(of, linear), products_seconds(of, linear, "knm")
+    backward = gradients + products_seconds(of, linear, "mkn") + software.again * forward
     core, core_after = core_seconds(of)
 
-    activations = of.tokens * shape.width * of.e
-    tp = all_reduce_seconds(cluster, activations, layout.tp, algorithm=software.collectives)
+    how, activations = software.collectives, of.tokens * shape.width * of.e
+    tp = all_reduce_seconds(cluster, activations, layout.tp, algorithm=how)
     if shape.experts:  # they aren't cut: one sum instead of two
         tp /= 2
     tp_back = backward_messages(tp, gradients, layout, software)
-    if software.collectives == "direct":
-        add = added_seconds(cluster, activations, layout.tp)
-        tp += add  # of the last block; the others' come meanwhile
+    if how == "direct" and layout.tp > 1:
+        # our own reduce-scatter adds each block in a kernel: the last one, after it has come
+        add = memory_seconds(cluster.chip, 3 * activations / layout.tp)
+        tp += add
         tp_back += 2 * add * (layout.tp - 1 if layout.overlap else 1)
-    exchange = partial(
-        all_to_all_seconds,
-        cluster,
-        ranks=layout.ep,
-        stride=layout.tp * layout.cp,
-        algorithm=software.collectives,
-    )
+    stride = layout.tp * layout.cp
+    exchange = partial(all_to_all_seconds, cluster, ranks=layout.ep, stride=stride, algorithm=how)
     ep = 2 * exchange(activations * shape.top_k if shape.experts else 0.0)
     counts = exchange(8.0 * shape.experts)  # how many rows each rank sends, before it sends them
 
     def one_pass(
         linears: float, core: float, memory: list[float], in_core: list[float],
         launches: int, tp: float, tensors: int, ep: float,
-    ) -> tuple[Seconds, Seconds]:  # fmt: skip
+    ) -> Passes:  # fmt: skip
         """Return the seconds of a pass, and those of its core."""
         of_core = bound_by_memory(of, in_core)
         cp = context_seconds(of, core + of_core, tensors)
         products, busy = linears + core, bound_by_memory(of, memory) + of_core
-        kernels = launches + len(memory) + len(in_core)
-        host = waiting_for_host(products + busy, kernels, software)
+        # The GPU waits for the CPU to launch its kernels. If each took as long as the others, the
+        # slower of the two would decide. They don't: short ones make the GPU wait even where long
+        # ones let the CPU get ahead. √(GPU² + CPU²) is between the maximum and the sum.
+        launched = (launches + len(memory) + len(in_core)) * software.host
+        host = hypot(products + busy, launched) - (products + busy)
         return Seconds(products, busy, host, tp, cp, ep), Seconds(core, of_core, cp=cp)
 
     n = len(linear)
@@ -183,7 +168,7 @@ def layer_seconds(of: RankWork) -> Pass:
             second = second.plus(Seconds(products_seconds(of, linear[-1:]), added, tp=tp), -1)
     elif layout.recompute == "selective":
         second = second.plus(again)
-    return Pass(first, second)
+    return first, second
 
 
 def backward_messages(
@@ -204,24 +189,21 @@ def backward_messages(
     return exposed + beside(hidden, weight_gradients, software)
 
 
-def embedding_seconds(of: RankWork) -> Pass:
+def embedding_seconds(of: RankWork) -> Passes:
     """Return the seconds of the embedding's forward and backward."""
-    shape, layout = of.shape, of.layout
-    size = of.tokens * shape.width * of.e
-    kernels = [2.0 * size] + [3.0 * size] * (shape.positions == "learned")
+    size, cut = of.tokens * of.shape.width * of.e, of.layout.sequence_parallel
+    kernels = [2.0 * size] + [3.0 * size] * (of.shape.positions == "learned")
     kernels += [2.0 * size] * (of.beside > 1)  # other ranks' tokens become zeros
     # the gradient of the table is as large as the table
-    table = [shape.vocabulary * shape.width / of.beside * of.e]
+    table = [of.shape.vocabulary * of.shape.width / of.beside * of.e]
     tp = all_reduce_seconds(of.cluster, size, of.beside, algorithm=of.software.collectives)
     # with sequence parallel a reduce-scatter, and an all-gather in backward
-    messages, back = (tp / 2, tp / 2) if layout.sequence_parallel else (tp, 0.0)
-    return Pass(
-        Seconds(memory=bound_by_memory(of, kernels), tp=messages),
-        Seconds(memory=bound_by_memory(of, kernels + table), tp=back),
-    )
+    forward = Seconds(memory=bound_by_memory(of, kernels), tp=tp / 2 if cut else tp)
+    backward = bound_by_memory(of, kernels + table)
+    return forward, Seconds(memory=backward, tp=tp / 2 if cut else 0.0)
 
 
-def head_seconds(of: RankWork) -> Pass:
+def head_seconds(of: RankWork) -> Passes:
     """Return the seconds of forward and backward of the final norm, output layer and loss."""
     shape, layout, software, n = of.shape, of.layout, of.software, of.beside
     words = -(-shape.vocabulary // n)  # on each rank along tp
@@ -232,14 +214,14 @@ def head_seconds(of: RankWork) -> Pass:
     loss = software.loss_bytes / 2 * of.tokens * words
     tp = all_reduce_seconds(of.cluster, size, n, algorithm=software.collectives)
     numbers = 3 * all_reduce_seconds(of.cluster, 4 * of.tokens, n)
-    gradient = products_seconds(of, weight_gradients(logits))
+    gradient = products_seconds(of, logits, "knm")
     # with sequence parallel an all-gather before, and its reduce-scatter after; else a sum after
     before, after = (tp / 2, tp / 2) if layout.sequence_parallel else (0.0, tp)
     if software.tp_overlap != "none" and layout.overlap:
         after = beside(after, gradient, software)
-    backward = gradient + products_seconds(of, input_gradients(logits))
+    backward = gradient + products_seconds(of, logits, "mkn")
     norm, norm_back = (bound_by_memory(of, [loss, k * outside]) for k in (2.0, 5.0))
-    return Pass(
+    return (
         Seconds(products_seconds(of, logits), norm, tp=before + numbers),
         Seconds(backward, norm_back, tp=after),
     )

@@ -172,17 +172,11 @@ class Gradients(NamedTuple):
 Parts = list[Gradients]
 
 
-def size_of(arrays: Parts) -> float:
-    """Return the number of parameters in some arrays."""
-    return sum(part.size for part in arrays)
-
-
 def linear(rows: int, columns: int, bias: bool, tp_of_row: int = 1) -> Parts:
     """Return a linear layer's arrays: backward makes its bias last, but that of a cut row first."""
     work, bias_first = float(rows * columns), tp_of_row > 1
     weight = Gradients(work, False, work if bias_first or not bias else 0.0)
-    bias_work = 0.0 if bias_first else work
-    return [weight] + [Gradients(float(columns), bias_first, bias_work)] * bias
+    return [weight] + [Gradients(float(columns), bias_first, 0.0 if bias_first else work)] * bias
 
 
 def mlp_arrays(shape: ModelShape, tp: int) -> Parts:
@@ -194,17 +188,16 @@ def mlp_arrays(shape: ModelShape, tp: int) -> Parts:
 
 def layer_arrays(shape: ModelShape, tp: int, ep: int, recompute: str = "none") -> Parts:
     """Return the arrays of one layer on a rank."""
-    h, q, kv, bias = shape.width, shape.width // tp, shape.kv_width // tp, shape.biases
-    mlp = mlp_arrays(shape, tp)
+    (h, (q, kv, _)), *_ = linears(shape, tp)
+    norm, bias, mlp = norm_arrays(shape), shape.biases, mlp_arrays(shape, tp)
     if shape.experts:
         router = float(h * shape.experts)
         mlp = [Gradients(router, False, router)] + mlp * max(1, shape.experts // ep)
-    query, key, value = linear(h, q, bias), linear(h, kv, False), linear(h, kv, bias)
+    found = norm + linear(h, q, bias) + linear(h, kv, False) + linear(h, kv, bias)
     # attention's own products: five halves of squares or, unfused, four whole ones
     core = shape.time * q * (1.25 if shape.attention == "fused" else 2.0)
-    value[-1] = value[-1]._replace(work=value[-1].work + core)
-    norm = norm_arrays(shape)
-    found = [*norm, *query, *key, *value, *linear(q, h, bias, tp), *norm, *mlp]
+    found[-1] = found[-1]._replace(work=found[-1].work + core)
+    found += linear(q, h, bias, tp) + norm + mlp
     if recompute == "full":  # forward once more, before anything else
         again = sum(part.work for part in found) / 2
         found[-1] = found[-1]._replace(work=found[-1].work + again)
@@ -217,9 +210,9 @@ def norm_arrays(shape: ModelShape) -> Parts:
 
 def embedding_arrays(shape: ModelShape, tp: int) -> Parts:
     """Return the arrays of the embedding of tokens, and of positions if those are learned."""
-    learned = [Gradients(float(shape.time * shape.width), True, 0.0)]
-    tokens = [Gradients(table_parameters(shape, tp), False, 0.0)]
-    return tokens + learned * (shape.positions == "learned")
+    learned = Gradients(float(shape.time * shape.width), True, 0.0)
+    tokens = Gradients(table_parameters(shape, tp), False, 0.0)
+    return [tokens] + [learned] * (shape.positions == "learned")
 
 
 def stage_arrays(
@@ -239,13 +232,7 @@ def table_parameters(shape: ModelShape, tp: int) -> float:
 
 def expert_parameters(shape: ModelShape, ep: int) -> float:
     """Return the number of parameters of a layer's experts on a rank."""
-    return size_of(mlp_arrays(shape, 1)) * shape.experts / ep
-
-
-@lru_cache(maxsize=1 << 14)
-def layer_parameters(shape: ModelShape, tp: int, ep: int) -> float:
-    """Return the number of parameters of one layer on a rank."""
-    return size_of(layer_arrays(shape, tp, ep))
+    return sum(part.size for part in mlp_arrays(shape, 1)) * shape.experts / ep
 
 
 @lru_cache(maxsize=1 << 14)
@@ -254,13 +241,12 @@ def parameters_and_arrays(
 ) -> tuple[float, int]:
     """Return the number of parameters and of arrays on a rank, as of `stage_arrays`."""
     arrays = stage_arrays(shape, tp, ep, layers, first, last, "none")
-    return size_of(arrays), len(arrays)
+    return sum(part.size for part in arrays), len(arrays)
 
 
 # ── operations ──
 
 
-@lru_cache(maxsize=1 << 10)
 def weights_in_use(shape: ModelShape) -> float:
     """Return the number of weights in a layer's products that one token is multiplied by."""
     qkv, out, up, down = (inputs * sum(outputs) for inputs, outputs in linears(shape, 1))
@@ -268,27 +254,15 @@ def weights_in_use(shape: ModelShape) -> float:
     return qkv + out + router + (up + down) * (shape.top_k if shape.experts else 1)
 
 
-@lru_cache(maxsize=1 << 10)
-def flops_per_token(shape: ModelShape) -> float:
-    """Return the operations of forward and backward for one token."""
-    weights = shape.layers * weights_in_use(shape) + shape.vocabulary * shape.width
-    return 6 * weights + 12 * shape.layers * shape.time * shape.width
-
-
 def model_flops(shape: ModelShape, batch: int) -> float:
     """Return the operations of a step of `batch` samples, without recomputed ones."""
-    return batch * shape.time * flops_per_token(shape)
-
-
-@lru_cache(maxsize=1 << 10)
-def again_per_token(shape: ModelShape, recompute: str) -> float:
-    core = 4 * shape.time * shape.width
-    if recompute == "full":
-        return shape.layers * (2 * weights_in_use(shape) + core)
-    return shape.layers * core if recompute == "selective" else 0.0
+    weights = shape.layers * weights_in_use(shape) + shape.vocabulary * shape.width
+    return batch * shape.time * (6 * weights + 12 * shape.layers * shape.time * shape.width)
 
 
 def hardware_flops(shape: ModelShape, batch: int, recompute: str) -> float:
     """Return the operations of a step of `batch` samples, with recomputed ones."""
-    again = batch * shape.time * again_per_token(shape, recompute)
-    return model_flops(shape, batch) + again
+    core = 4 * shape.time * shape.width
+    full = 2 * weights_in_use(shape) + core
+    again = {"none": 0, "selective": core, "full": full}[recompute] * shape.layers
+    return model_flops(shape, batch) + batch * shape.time * again

@@ -25,12 +25,12 @@ from parallel101.cost.cluster import (
     send_seconds,
 )
 from parallel101.cost.layer_kernels import RankWork
-from parallel101.cost.layer_seconds import Pass, Seconds, seconds_of_parts
+from parallel101.cost.layer_seconds import Passes, Seconds, seconds_of_parts
 from parallel101.cost.model_shape import ModelShape, hardware_flops, model_flops, table_parameters
 from parallel101.cost.parallel_layout import ParallelLayout, stage_layers
 from parallel101.cost.software import TRAINERS, Software
 from parallel101.cost.update_seconds import (
-    GradientSeconds,
+    Waits,
     accumulation_seconds,
     gradient_seconds,
     optimizer_seconds,
@@ -56,24 +56,19 @@ class StepTime:
     """The seconds of a step by part, on the slowest rank.
 
     Attributes:
+        shape, layout, cluster: what is trained, how, and on what.
         parts: by name:
             "matmul", "memory-bound": of products (attention's included), and of all other kernels.
             "host": in which the GPU waits for the CPU to launch kernels, if it is modelled.
             "tp", "cp", "ep", "pp", "dp": of messages along each axis that nothing hides.
             "bubble": in which the rank waits for the other stages.
             "optimizer": of clipping and the update.
-        model_flops: of all ranks together, without what is computed again; hardware_flops: with it.
-        tokens: of the batch.
-        peak: operations per second of all GPUs together.
-        runs: see KernelFigures: `low` and `high` are these multiples of the seconds.
     """
 
+    shape: ModelShape
+    layout: ParallelLayout
+    cluster: Cluster
     parts: dict[str, float]
-    model_flops: float
-    hardware_flops: float
-    tokens: int
-    peak: float
-    runs: tuple[float, float]
 
     @property
     def seconds(self) -> float:
@@ -81,25 +76,30 @@ class StepTime:
 
     @property
     def low(self) -> float:
-        return self.seconds * self.runs[0]
+        """The least of the range that published runs took; see KernelFigures.runs."""
+        return self.seconds * self.cluster.kernels.runs[0]
 
     @property
     def high(self) -> float:
-        return self.seconds * self.runs[1]
+        return self.seconds * self.cluster.kernels.runs[1]
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization (Chowdhery et al., PaLM, appendix B)."""
-        return self.model_flops / self.seconds / self.peak
+        return self._utilization(model_flops(self.shape, self.layout.batch))
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization: what is computed again counts, too (ibid.)."""
-        return self.hardware_flops / self.seconds / self.peak
+        layout = self.layout
+        return self._utilization(hardware_flops(self.shape, layout.batch, layout.recompute))
+
+    def _utilization(self, flops: float) -> float:
+        return flops / self.seconds / (self.cluster.chip.flops * self.layout.gpus)
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return self.layout.batch * self.shape.time / self.seconds
 
     @property
     def limit(self) -> str:
@@ -117,8 +117,7 @@ def step_time(
     Raises ValueError if the layout has more GPUs than the cluster, or if the sizes don't divide.
     """
     check(shape, layout, cluster)
-    of_model = seconds_of_parts(shape, cluster, of_a_layer(layout), software)
-
+    of_model = seconds_of_parts(shape, of_a_layer(layout), cluster, software)
     P, M = layout.pp, layout.microbatches
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
@@ -126,34 +125,27 @@ def step_time(
     kinds: dict[tuple[int, bool, bool], RankSeconds] = {}  # most ranks are alike
     for stage in stages:
         if stage not in kinds:
-            of, one = RankWork(shape, cluster, layout, software, stage), together(*of_model, *stage)
+            of = RankWork(shape, layout, stage, cluster, software)
+            one = together(*of_model, *stage)
+            forward, backward = map(sum, one)
             added, moved = accumulation_seconds(of)
-            waits = gradient_seconds(of, one.forward.total, one.backward.total + moved)
-            kinds[stage] = RankSeconds(of, one, one.seconds, added, moved, waits)
+            waits = gradient_seconds(of, forward, backward + moved)
+            kinds[stage] = RankSeconds(of, one, forward + backward, added, moved, waits)
     ranks = [kinds[stage] for stage in stages]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     of_rank = [rank.seconds for rank in ranks]
-    busy = slowest.one.both
-    sends = M if layout.zero_stage >= 2 else 1
-    dp, moved_elsewhere = waiting_for_gradients(ranks, slowest)
+    busy = slowest.one[0].plus(slowest.one[1])
     # LIMITS has the parts in the order of Seconds' fields
     parts = {name: M * seconds for name, seconds in zip(LIMITS, busy)}
-    parts["memory-bound"] += slowest.added + sends * slowest.moved
+    parts["memory-bound"] += slowest.added + (M if layout.zero_stage >= 2 else 1) * slowest.moved
     if not busy.host:
         del parts["host"]
     parts["pp"] = pipeline_seconds(slowest.of, of_rank)
-    parts["dp"] = dp
+    parts["dp"], moved_elsewhere = waiting_for_gradients(ranks, slowest)
     others = sum(of_rank) - slowest.seconds
     parts["bubble"] = bubble_seconds(layout, others, slowest.one) + moved_elsewhere
     parts["optimizer"] = optimizer_seconds(slowest.of)
-    return StepTime(
-        parts,
-        model_flops=model_flops(shape, layout.batch),
-        hardware_flops=hardware_flops(shape, layout.batch, layout.recompute),
-        tokens=layout.batch * shape.time,
-        peak=cluster.chip.flops * layout.gpus,
-        runs=cluster.kernels.runs,
-    )
+    return StepTime(shape, layout, cluster, parts)
 
 
 def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
@@ -163,14 +155,13 @@ def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
             f"the layout has {layout.gpus} GPUs, the cluster {cluster.gpus}: expected at most as "
             "many"
         )
-    for name, size, parts in (
-        ("heads", shape.heads, layout.tp),
-        ("kv_heads", shape.kv, layout.tp),
-        ("feed_forward", shape.inside, layout.tp),
-        ("time", shape.time, layout.cp),
+    for name, size, axis in (
+        ("heads", shape.heads, "tp"),
+        ("kv_heads", shape.kv, "tp"),
+        ("feed_forward", shape.inside, "tp"),
+        ("time", shape.time, "cp"),
     ):
-        if size % parts:
-            axis = "cp" if name == "time" else "tp"
+        if size % (parts := getattr(layout, axis)):
             raise ValueError(f"{name}={size} can't be cut over {axis}={parts}: expected a multiple")
 
 
@@ -187,24 +178,25 @@ def of_a_layer(layout: ParallelLayout) -> ParallelLayout:
 
 @lru_cache(maxsize=1 << 12)
 def together(
-    layer: Pass, embedding: Pass, head: Pass, layers: int, first: bool, last: bool
-) -> Pass:
+    layer: Passes, embedding: Passes, head: Passes, layers: int, first: bool, last: bool
+) -> Passes:
     """Return the seconds of a stage: its layers, and maybe the embedding or the head."""
-    forward, backward = (Seconds().plus(one, layers) for one in layer)
-    for end in [embedding] * first + [head] * last:
-        forward, backward = forward.plus(end.forward), backward.plus(end.backward)
-    return Pass(forward, backward)
+    forward, backward = (
+        Seconds().plus(inside, layers).plus(before, first).plus(after, last)
+        for inside, before, after in zip(layer, embedding, head)
+    )
+    return forward, backward
 
 
 class RankSeconds(NamedTuple):
     """The seconds of a microbatch on a rank, and of adding up, moving and summing gradients."""
 
     of: RankWork
-    one: Pass
+    one: Passes
     seconds: float  # of both passes
     added: float
     moved: float
-    waits: GradientSeconds
+    waits: Waits
 
 
 def waiting_for_gradients(ranks: list[RankSeconds], slowest: RankSeconds) -> tuple[float, float]:
@@ -214,18 +206,18 @@ def waiting_for_gradients(ranks: list[RankSeconds], slowest: RankSeconds) -> tup
     messages of the stage's own gradients, which are first moved to buckets. The slowest rank waits
     for all of them.
     """
-    mine, others, layout = slowest.waits, [*ranks], slowest.of.layout
+    (before, last, after), others, layout = slowest.waits, [*ranks], slowest.of.layout
     if len(ranks) == 1 or not slowest.of.software.buckets:
-        return sum(mine), 0.0
+        return before + last + after, 0.0
     others.remove(slowest)
     parts = layout.chunks if layout.zero_stage == 2 else 1  # ZeRO-2 sends a chunk's at a time
-    waited = sum(rank.waits.last for rank in others) / parts
+    waited = sum(rank.waits[1] for rank in others) / parts
     moved = sum(rank.moved for rank in others) / parts
     # the first rank's backward is the last one
-    return mine.before + mine.last + waited + ranks[0].waits.after, moved
+    return before + last + waited + ranks[0].waits[2], moved
 
 
-def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
+def bubble_seconds(layout: ParallelLayout, others: float, one: Passes) -> float:
     """Return the seconds in which a rank waits while the others compute one microbatch each.
 
     Interleaved stages are 1/chunks as long. Zero-bubble schedules compute weight gradients instead
@@ -233,7 +225,7 @@ def bubble_seconds(layout: ParallelLayout, others: float, one: Pass) -> float:
     takes (Qi et al., arXiv 2401.10241, Table 2). zb-h2's (P − 1)(F + B − 2W) counts from each
     rank's own first start. In steps that start together it takes as long as zb-h1.
     """
-    forward, backward = one.forward.total, one.backward.total
+    forward, backward = map(sum, one)
     saved = backward if layout.schedule.startswith("zb") else 0.0
     return others / layout.chunks * (1 - saved / (forward + backward))
 
@@ -251,15 +243,15 @@ def pipeline_seconds(of: RankWork, of_rank: list[float]) -> float:
     Args:
         of_rank: seconds of one microbatch, forward and backward, on each rank.
     """
-    shape, layout, cluster, software = of.shape, of.layout, of.cluster, of.software
+    layout, cluster, software = of.layout, of.cluster, of.software
     if layout.pp == 1:
         return 0.0
     stride, P = layout.strides["pp"], layout.pp
-    size = layout.microbatch * shape.time / layout.cp * shape.width * layout.itemsize
+    size, gathered = of.tokens * of.shape.width * of.e, 0.0
     cut = layout.tp if layout.sequence_parallel or software.scatter_gather else 1
-    once = send_seconds(cluster, size / cut, stride, ranks=P)
     if software.scatter_gather and not layout.sequence_parallel:
-        once += all_gather_seconds(cluster, size, layout.tp)
+        gathered = all_gather_seconds(cluster, size, layout.tp)
+    once = send_seconds(cluster, size / cut, stride, ranks=P) + gathered
     exposed = 2 * (P - 1) * once
     if not software.pp_overlap:
         exposed += 2 * layout.microbatches * layout.chunks * once
@@ -267,11 +259,10 @@ def pipeline_seconds(of: RankWork, of_rank: list[float]) -> float:
         exposed += 2 * P * (layout.chunks - 1) * once
     elif layout.schedule == "1f1b":
         exposed += waiting_in_1f1b(layout, once, of_rank)
-    tied = 0.0
-    if shape.tied:
-        nbytes = table_parameters(shape, layout.tp) * layout.gradient_itemsize
-        tied = all_reduce_seconds(cluster, nbytes, 2, stride * (P - 1))
-    return exposed + tied
+    if of.shape.tied:
+        nbytes = table_parameters(of.shape, layout.tp) * layout.gradient_itemsize
+        exposed += all_reduce_seconds(cluster, nbytes, 2, stride * (P - 1))
+    return exposed
 
 
 def waiting_in_1f1b(layout: ParallelLayout, once: float, of_rank: list[float]) -> float:

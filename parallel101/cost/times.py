@@ -39,42 +39,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel101.cost.closed_forms import ring_cost
 from parallel101.cost.hardware import Chip, Level, Torus, chip_of
 
 
-@dataclass(frozen=True)
-class Time:
-    """The seconds of a collective on a chip, and which of the two bounds decides them."""
+class Time(NamedTuple):
+    """The seconds of a collective, or of a local product, on a chip: the largest of its bounds.
 
-    operation: str
-    nbytes: float
-    axes: tuple[int, ...]
-    chip: str
-    bandwidth_seconds: float
-    latency_seconds: float
+    Attributes:
+        what: in words.
+        bounds: seconds by what sets them: "bandwidth" and "latency" of a collective, "flops" and
+            "memory" of a product.
+    """
+
+    what: str
+    bounds: dict[str, float]
 
     @property
     def seconds(self) -> float:
-        return max(self.bandwidth_seconds, self.latency_seconds)
+        return max(self.bounds.values())
 
     @property
     def bound(self) -> str:
-        return "bandwidth" if self.bandwidth_seconds >= self.latency_seconds else "latency"
+        """What decides the seconds."""
+        return max(self.bounds, key=self.bounds.__getitem__)
 
     def __repr__(self) -> str:
-        what = f"{self.operation} of {decimal(self.nbytes, 'B')} on "
-        what += f"{' × '.join(map(str, self.axes))} {self.chip}"
-        bounds = {"bandwidth": self.bandwidth_seconds, "latency": self.latency_seconds}
-        return sentence(what, self.bound, bounds)
-
-
-def sentence(what: str, bound: str, bounds: dict[str, float]) -> str:
-    """Return the seconds of something, and its bounds, in words."""
-    each = ", ".join(f"{name} {decimal(seconds, 's')}" for name, seconds in bounds.items())
-    return f"{what}: {decimal(max(bounds.values()), 's')}, {bound}-bound ({each})"
+        each = ", ".join(f"{name} {decimal(seconds, 's')}" for name, seconds in self.bounds.items())
+        return f"{self.what}: {decimal(self.seconds, 's')}, {self.bound}-bound ({each})"
 
 
 def decimal(value: float, unit: str) -> str:
@@ -142,7 +136,7 @@ def all_to_all(
     return _time("all-to-all", nbytes, axes, chip, wraparound)
 
 
-# ── Each returns (bandwidth seconds, latency seconds) of one pass
+# ── each returns (bandwidth seconds, latency seconds) of one pass
 
 Bounds = tuple[float, float]
 
@@ -196,25 +190,25 @@ def _time(
         )
     if not nbytes >= 0:
         raise ValueError(f"nbytes={nbytes!r}: expected the bytes of the whole array, 0 or more")
-    links, exchange = chip.links, operation == "all-to-all"
-    most, words = (
-        (links.axes, "axes") if isinstance(links, Torus) else (len(links), "levels of switches")
-    )
+    exchange, links, bounds = operation == "all-to-all", chip.links, (0.0, 0.0)
+    most = links.axes if isinstance(links, Torus) else len(links)
     if len(shape) > most:
+        words = "axes" if isinstance(links, Torus) else "levels of switches"
         raise ValueError(f"axes={list(shape)}: {chip.name} has {most} {words}")
-    if isinstance(links, Torus):
-        moving = [n for n in shape if n > 1]
+    if not isinstance(links, Torus):
+        sizes = list(reversed(shape))
+        _check_levels(chip.name, sizes, links, wraparound)
+        bounds = _on_switches(exchange, nbytes, sizes, links)
+    elif moving := [n for n in shape if n > 1]:
         rings = [n % links.ring_multiple == 0 if wraparound is None else wraparound for n in moving]
-        bounds = _on_torus(exchange, nbytes, moving, rings, links) if moving else (0.0, 0.0)
-    else:
-        _check_levels(chip.name, shape, links, wraparound)
-        bounds = _on_switches(exchange, nbytes, list(reversed(shape)), links)
+        bounds = _on_torus(exchange, nbytes, moving, rings, links)
     passes = (2 if operation == "all-reduce" else 1) if nbytes else 0
-    return Time(operation, nbytes, shape, chip.name, *(passes * bound for bound in bounds))
+    what = f"{operation} of {decimal(nbytes, 'B')} on {' × '.join(map(str, shape))} {chip.name}"
+    return Time(what, {"bandwidth": passes * bounds[0], "latency": passes * bounds[1]})
 
 
 def _check_levels(
-    chip: str, shape: tuple[int, ...], levels: Sequence[Level], wraparound: bool | None
+    chip: str, sizes: list[int], levels: Sequence[Level], wraparound: bool | None
 ) -> None:
     """Raise ValueError if a level of switches joins fewer, or if an axis should be a ring."""
     if wraparound is not None:
@@ -222,43 +216,25 @@ def _check_levels(
             f"wraparound={wraparound}: the links of {chip} go into switches, so no axis is a ring "
             "or a line"
         )
-    for n, level in zip(reversed(shape), levels):
+    for n, level in zip(sizes, levels):
         if n > level.size:
             more = "Above it no links are known"
             if level is not levels[-1]:
                 more = f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
             raise ValueError(
-                f"axes={list(shape)}: a {level.name} of {chip} joins at most {level.size}. {more}"
+                f"axes={sizes[::-1]}: a {level.name} of {chip} joins at most {level.size}. {more}"
             )
 
 
 # ── a local product ──
 
 
-@dataclass(frozen=True)
-class ProductTime:
-    """The seconds of a local matrix product, and whether arithmetic or memory decides them."""
-
-    flops: int
-    nbytes: int  # read and written
-    flop_seconds: float
-    memory_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.flop_seconds, self.memory_seconds)
-
-    @property
-    def bound(self) -> str:
-        return "flops" if self.flop_seconds >= self.memory_seconds else "memory"
-
-    def __repr__(self) -> str:
-        bounds = {"flops": self.flop_seconds, "memory": self.memory_seconds}
-        return sentence(f"product of {decimal(self.flops, 'flop')}", self.bound, bounds)
-
-
-def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) -> ProductTime:
+def matmul(
+    m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2, batch: int = 1
+) -> Time:
     """Return the time of an (m, k) times a (k, n) matrix on one chip, by default in bf16.
+
+    Args: batch: how many such products.
 
     Raises ValueError for an unknown chip, and for sizes that aren't ints of 0 or more.
 
@@ -272,5 +248,6 @@ def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) 
             f"matmul({m!r}, {k!r}, {n!r}), element_bytes={element_bytes!r}: expected ints, 0 "
             "or more"
         )
-    flops, nbytes = 2 * m * k * n, (m * k + k * n + m * n) * element_bytes
-    return ProductTime(flops, nbytes, flops / chip.flops, nbytes / chip.hbm_bandwidth)
+    flops, nbytes = batch * 2 * m * k * n, batch * (m * k + k * n + m * n) * element_bytes
+    bounds = {"flops": flops / chip.flops, "memory": nbytes / chip.hbm_bandwidth}
+    return Time(f"product of {decimal(flops, 'flop')}", bounds)

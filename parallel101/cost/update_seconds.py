@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
 
 from parallel101.cost.cluster import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
@@ -30,13 +29,14 @@ from parallel101.cost.model_shape import (
     ModelShape,
     Parts,
     expert_parameters,
-    layer_parameters,
-    size_of,
+    parameters_and_arrays,
     stage_arrays,
 )
-from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
+from parallel101.cost.parallel_layout import AVERAGES
 
 BUCKET = 25 * 2**20  # bytes of a bucket of gradients, at most
+# exposed seconds along dp: before the last microbatch's backward, in it, and after it
+Waits = tuple[float, float, float]
 
 
 def accumulation_seconds(of: RankWork) -> tuple[float, float]:
@@ -59,30 +59,18 @@ def accumulation_seconds(of: RankWork) -> tuple[float, float]:
     return again * added, moving if ranks > 1 else 0.0
 
 
-class GradientSeconds(NamedTuple):
-    """Exposed seconds along dp: before the last microbatch's backward, in it, and after it."""
-
-    before: float = 0.0
-    last: float = 0.0
-    after: float = 0.0
-
-
 def messages_of(of: RankWork) -> int:
     """Return the number of messages in which the gradients of a rank travel along dp."""
     if of.layout.zero_stage == 3:
-        return (of.layers + of.last) * (2 if sent_apart(of.layout) else 1) + of.first
+        return (of.layers + of.last) * (2 if of.apart else 1) + of.first
     return len(buckets_of(of)) if of.software.buckets else 1
-
-
-def sent_apart(layout: ParallelLayout) -> bool:
-    return layout.sequence_parallel and layout.tp > 1 and layout.zero_stage > 0
 
 
 def buckets_of(of: RankWork) -> tuple[Gradients, ...]:
     """Return the buckets in which a stage's gradients travel, in the order backward fills them."""
     layout = of.layout
     arrays = layout.tp, layout.ep, *of.part, layout.recompute
-    return buckets(of.shape, arrays, of.e, sent_apart(layout), 4 if layout.zero_stage else 2)
+    return buckets(of.shape, arrays, of.e, of.apart, 4 if layout.zero_stage else 2)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -96,16 +84,15 @@ def buckets(
         itemsize: bytes of a weight. apart: whether some are sent separately.
     """
     arrays = stage_arrays(shape, *arguments)
-    most = min(BUCKET, ceil(itemsize * size_of(arrays) / at_least))
+    most = min(BUCKET, ceil(itemsize * sum(part.size for part in arrays) / at_least))
     found: Parts = []
     room = 0.0
     for size, other, work in reversed(arrays):
         nbytes, this = size * itemsize, other and apart
         if nbytes > room or not found or this != found[-1].apart:
-            found.append(Gradients(size, this, work))
+            found.append(Gradients(0.0, this, 0.0))
             room = float(most)
-        else:
-            found[-1] = Gradients(found[-1].size + size, this, found[-1].work + work)
+        found[-1] = Gradients(found[-1].size + size, this, found[-1].work + work)
         room -= nbytes
     return tuple(found)
 
@@ -140,7 +127,7 @@ def bucket_seconds(of: RankWork, backward: float) -> tuple[float, float]:
     return waited, free + second_half - now
 
 
-def gradient_seconds(of: RankWork, forward: float, backward: float) -> GradientSeconds:
+def gradient_seconds(of: RankWork, forward: float, backward: float) -> Waits:
     """Return the exposed seconds of summing gradients and gathering weights, along dp, cp and ep.
 
     With overlap, messages are in flight while the GPU computes, but for those of the part that is
@@ -149,19 +136,19 @@ def gradient_seconds(of: RankWork, forward: float, backward: float) -> GradientS
     Args:
         forward, backward: seconds of one microbatch on this rank.
     """
-    layout, software, ranks, parameters = of.layout, of.software, of.ranks, of.parameters
+    layout, software, ranks, zero = of.layout, of.software, of.ranks, of.layout.zero_stage
     if ranks == 1:
-        return GradientSeconds()
+        return 0.0, 0.0, 0.0
     count = messages_of(of)
     groups = [(1.0, ranks, layout.tp)]
     if layout.ep > 1:  # fewer ranks share experts
-        experts = of.layers * expert_parameters(of.shape, layout.ep) / parameters
+        experts = of.layers * expert_parameters(of.shape, layout.ep) / of.parameters
         stride = layout.strides["cp" if layout.cp > 1 else "dp"]
         groups = [(1 - experts, ranks, layout.tp), (experts, ranks // layout.ep, stride)]
 
     def seconds(size: int, part: float = 1.0, messages: int = count) -> float:
         """Return the seconds of a reduce-scatter or all-gather of a part of the parameters."""
-        nbytes, how = part * parameters * size / max(1, messages), software.collectives
+        nbytes, how = part * of.parameters * size / max(1, messages), software.collectives
         of_groups = [
             all_gather_seconds(of.cluster, share * nbytes, among, stride, algorithm=how)
             for share, among, stride in groups
@@ -179,23 +166,23 @@ def gradient_seconds(of: RankWork, forward: float, backward: float) -> GradientS
         return messages / parts + beside(rest * messages, rest * kernels, software)
 
     weight, gradient, ends = of.e, layout.gradient_itemsize, of.first + of.last
-    if layout.zero_stage < 3:
-        gather = seconds(weight) if layout.zero_stage else 0.0
-        times = layout.microbatches if layout.zero_stage == 2 else 1
+    if zero < 3:
+        gather = seconds(weight) if zero else 0.0
+        times = layout.microbatches if zero == 2 else 1
         if software.buckets and overlap:
             waited, after = bucket_seconds(of, backward)
-            return GradientSeconds((times - 1) * waited, waited, after + gather)
-        summed = seconds(gradient) * (1 if layout.zero_stage else 2)  # scatter, or all-reduce
-        summed = times * exposed(summed, backward, of.layers + ends)
-        return GradientSeconds(after=summed + gather)
-    of_layers = of.layers * layer_parameters(of.shape, layout.tp, layout.ep) / parameters
+            return (times - 1) * waited, waited, after + gather
+        summed = seconds(gradient) * (1 if zero else 2)  # scatter, or all-reduce
+        return 0.0, 0.0, times * exposed(summed, backward, of.layers + ends) + gather
+    of_layer, _ = parameters_and_arrays(of.shape, layout.tp, layout.ep, 1, False, False)
+    of_layers = of.layers * of_layer / of.parameters
     in_a_pass = of.layers // layout.chunks  # then another stage's weights are gathered
     inside = count * of.layers // (of.layers + ends)
     gather, scatter = seconds(weight, of_layers, inside), seconds(gradient, of_layers, inside)
     outside, other = 1 - of_layers, count - inside
     alone = 2 * seconds(weight, outside, other) + seconds(gradient, outside, other)
     once = exposed(gather, forward, in_a_pass) + exposed(gather + scatter, backward, in_a_pass)
-    return GradientSeconds(before=layout.microbatches * (once + alone))
+    return layout.microbatches * (once + alone), 0.0, 0.0
 
 
 def optimizer_seconds(of: RankWork) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101 import cost
-from parallel101.cost import Chip, ProductTime, Time
+from parallel101.cost import Chip, Time
 from parallel101.mesh import Group, group_of
 from parallel101.sharding.notation import Sharding
 from parallel101.sharding.reshard import ReshardStep, apply, rounds, sent_in
@@ -110,7 +110,7 @@ class ShardingPlan:
 
     def times(
         self, chip: str | Chip, *, wraparound: bool | None = None
-    ) -> list[Time | ProductTime | None]:
+    ) -> list[Time | None]:
         """Return the seconds of each step on a mesh of such chips; None for a slice.
 
         Args:
@@ -121,7 +121,7 @@ class ShardingPlan:
 
     def _time(
         self, step: ReshardStep | Multiply, chip: str | Chip, wraparound: bool | None
-    ) -> Time | ProductTime | None:
+    ) -> Time | None:
         if isinstance(step, Multiply):
             extents = self._extents(step)
             in_a, in_b, in_c = (set(array.dims) for array in (step.a, step.b, step.after))
@@ -129,8 +129,7 @@ class ShardingPlan:
                 math.prod(extents[dim] for dim in dims)
                 for dims in (in_a & in_b & in_c, in_a - in_b, in_b - in_a, in_a & in_b - in_c)
             )
-            one = cost.matmul(m, k, n, chip, element_bytes=self.dtype.itemsize)
-            return ProductTime(*(value * batch for value in astuple(one)))
+            return cost.matmul(m, k, n, chip, element_bytes=self.dtype.itemsize, batch=batch)
         if step.operation == "Slice":
             return None
         whole = step.after if step.operation == "AllGather" else step.before

@@ -443,7 +443,7 @@ def test_an_all_gather_on_a_line_takes_as_long_as_on_a_one_way_ring():
     assert line["all_gather ring"].path / ring[
         "all_gather bidirectional_ring"
     ].path == pytest.approx(
-        w(wraparound=False).bandwidth_seconds / w(wraparound=True).bandwidth_seconds
+        w(wraparound=False).bounds["bandwidth"] / w(wraparound=True).bounds["bandwidth"]
     )
 
 

@@ -91,7 +91,7 @@ def test_a_ring_and_a_line_as_the_caller_says():
     line = cost.all_gather(GB, 8, "TPU v5e", wraparound=False).seconds
     assert line == about(GB * (1 - 1 / 8) / ONE_WAY)
     # "at most 3 hops, so our latency bound is something like 3us", also where bandwidth decides
-    assert cost.all_gather(2048 * 8192 * BF16, 4, "TPU v5e").latency_seconds == about(3 * µs)
+    assert cost.all_gather(2048 * 8192 * BF16, 4, "TPU v5e").bounds["latency"] == about(3 * µs)
 
 
 def test_flops_against_memory_and_links():
@@ -105,8 +105,8 @@ def test_flops_against_memory_and_links():
     assert h100.flops / h100.hbm_bandwidth == about(295)
     for B in (64, 1024):
         product = cost.matmul(B, 4096, 16384, "TPU v5e", element_bytes=1)
-        assert product.memory_seconds == about((6.71e7 + 2.048e4 * B) / 8.1e11)
-        assert product.flop_seconds / 2 == about(1.342e8 * B / 3.94e14)
+        assert product.bounds["memory"] == about((6.71e7 + 2.048e4 * B) / 8.1e11)
+        assert product.bounds["flops"] / 2 == about(1.342e8 * B / 3.94e14)
     product = cost.matmul(64, 4096, 8192, "B200")
     assert (product.seconds, product.bound) == (about(8.6 * µs), "memory")
 

@@ -100,7 +100,7 @@ def test_columns_by_other_names_with_a_mark_and_other_line_ends(tmp_path):
     )
     (run,) = read_runs(table(tmp_path, text, encoding="utf-8", newline=""))
     assert run.software is MEGATRON_2021 and run.layout.recompute == "full"
-    assert run.measured == 5.0 and run.cluster.levels[1].bandwidth == 100e9
+    assert run.measured == 5.0 and run.cluster.network == 100e9
     assert (run.layout.dp, run.layout.tp, run.layout.microbatches) == (32, 2, 4)
 
 

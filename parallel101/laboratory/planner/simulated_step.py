@@ -105,8 +105,8 @@ def simulate_step(
     return SimulatedStep(
         seconds=seconds,
         peak_bytes=tuple(max(peaks[i * each : (i + 1) * each]) for i in range(layout.pp)),
-        mfu=quick.model_flops / seconds / quick.peak,
-        hfu=quick.hardware_flops / seconds / quick.peak,
+        mfu=quick.mfu * quick.seconds / seconds,
+        hfu=quick.hfu * quick.seconds / seconds,
         run=run,
         wall_seconds=time.perf_counter() - began,
     )
