@@ -108,9 +108,7 @@ class ShardingPlan:
             for at in self.coordinates()
         ]
 
-    def times(
-        self, chip: str | Chip, *, wraparound: bool | None = None
-    ) -> list[Time | None]:
+    def times(self, chip: str | Chip, *, wraparound: bool | None = None) -> list[Time | None]:
         """Return the seconds of each step on a mesh of such chips; None for a slice.
 
         Args:
