@@ -22,6 +22,7 @@ from parallel101.trainers.data_parallel import Overlapped
 from parallel101.trainers.flat import ZeROGroup
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.model_layers import layers_of
 from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
 
@@ -242,7 +243,7 @@ def gradient_sync(
 ) -> GradientSync:
     """Return the object that sums gradients over the data axis."""
     if zero_stage == 3:
-        return ZeRO3(inner, parameters, ZeROGroup(dp))
+        return ZeRO3(dict(layers_of(inner)), parameters, ZeROGroup(dp))
     size = default_bucket_bytes(parameters, 4)
     if zero_stage:
         return ZeRO12(parameters, ZeROGroup(dp), zero_stage=zero_stage, bucket_bytes=size)

@@ -31,6 +31,7 @@ from parallel101.trainers.gradient_sync import (
     together,
 )
 from parallel101.trainers.layout import DATA, Axes, Pieces, Placement
+from parallel101.trainers.model_layers import layers_of
 from parallel101.trainers.options import Options, Trainer
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.step import Accumulation
@@ -194,7 +195,7 @@ class DataAxis(Axis):
             size = self.bucket(parameters, 4)
             return [ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)]
         (part,) = parts  # weights tied between two stages on a rank are refused before
-        return [ZeRO3(part, parameters, zero, self.options.layers, self.precision.autocast)]
+        return [ZeRO3(dict(layers_of(part)), parameters, zero)]
 
     def how(self) -> str:
         """Return how gradients are synchronized, in words."""

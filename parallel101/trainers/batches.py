@@ -175,16 +175,16 @@ def in_words(value: Any) -> str:
     """Describe a value for an error."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        keys = ", ".join(map(repr, list(value)[:4])) or "nothing"
-        return f"a dict of {keys}{', …' if len(value) > 4 else ''}"
-    if isinstance(value, (tuple, list)):
-        parts = [
-            in_words(part) if isinstance(part, Tensor) else type(part).__name__
-            for part in value[:4]
-        ]
-        return (
-            f"a {type(value).__name__} of "
-            f"{', '.join(parts) or 'nothing'}{', …' if len(value) > 4 else ''}"
-        )
-    return "None" if value is None else f"a {type(value).__name__}"
+    if not isinstance(value, Mapping | tuple | list):
+        return "None" if value is None else f"a {type(value).__name__}"
+    entries = list(value)
+    words = [
+        repr(entry)
+        if isinstance(value, Mapping)
+        else in_words(entry)
+        if isinstance(entry, Tensor)
+        else type(entry).__name__
+        for entry in entries[:4]
+    ]
+    more = ", …" if len(entries) > 4 else ""
+    return f"a {type(value).__name__} of {', '.join(words) or 'nothing'}{more}"

@@ -9,6 +9,7 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,8 +41,7 @@ AT_ONCE = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
 
 EMPTY = (
     "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
-    "of a module that has it. layers=(…) names the types that are gathered one at a time; weights "
-    "in none of them are whole during the whole forward, the loss included"
+    "of a module that has it. Use it there, or zero_stage=2"
 )
 
 
@@ -276,7 +276,6 @@ def wait(layer: str, flats: Sequence[Flat]) -> None:
 
 
 def free(flats: Sequence[Flat]) -> None:
-    torch.clear_autocast_cache()  # it would keep the weights in bfloat16
     for flat in flats:
         flat.wait()
         flat.free()
@@ -333,61 +332,35 @@ class ZeRO(GradientSync):
 # Otherwise no layer would ever be freed.
 
 
-def saving_places(
-    whole_now: Callable[[], list[Flat]], autocast: torch.dtype | None
-) -> tuple[Callable, Callable]:
+def saving_places(whole_now: Callable[[], list[Flat]]) -> tuple[Callable, Callable]:
     """Return hooks for `saved_tensors_hooks`: they save weights in the flat arrays of
-    `whole_now()` as functions that return them, all else as always.
-
-    Args: autocast: the dtype of copies of weights, which are saved in the same way.
+    `whole_now()` as their place, all else as always.
     """
 
-    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+    def pack(tensor: Tensor) -> Tensor | tuple[Flat, Any]:
         memory = tensor.untyped_storage()
-        source = source_of_cast(tensor) if tensor.dtype == autocast else None
-        view = tensor.size(), tensor.stride(), tensor.storage_offset()
         for flat in whole_now():
             if flat.whole is not None and flat.whole.untyped_storage() is memory:
-                return partial(weight_again, flat, None, tensor.dtype, view)
-            for number, p in enumerate(flat.parameters.values()):
-                if p is source:
-                    return partial(weight_again, flat, number, tensor.dtype, view)
+                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
         return tensor
 
-    return pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
+    def unpack(saved: Tensor | tuple[Flat, Any]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])
 
-
-def weight_again(flat: Flat, number: int | None, dtype: torch.dtype, view: Any) -> Tensor:
-    """Return a view of a flat array, or of its parameter of this number in another dtype."""
-    whole = flat.gathered()
-    part = whole if number is None else whole.split(flat.cuts)[number].to(dtype)
-    return part.as_strided(*view)
-
-
-def source_of_cast(tensor: Tensor) -> Any:
-    """Return the parameter of which this tensor, or the one that it views, is autocast's copy.
-
-    The copy's graph names it. For other tensors it is None.
-    """
-    copy = tensor if tensor._base is None else tensor._base
-    if copy.grad_fn is None or not copy.grad_fn.next_functions:
-        return None
-    source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
-    return source if source is not None and source.numel() == copy.numel() else None
+    return pack, unpack
 
 
 # ── the layers of a model, in turn ──
 
 
-def walk(
-    model: nn.Module, layers: Mapping[str, nn.Module], use: Callable[[str, bool], None]
-) -> None:
+def walk(layers: Mapping[str, nn.Module], use: Callable[[str, bool], None]) -> None:
     """Let hooks call `use` with a layer's name: with False before it computes, and again if
     activation checkpointing repeats that in backward; with True once the gradient of an output is
     there.
     """
-    # messages are not traced
-    hook = torch.compiler.disable if any(map(is_compiled, model.modules())) else lambda f: f
+
+    # messages are not traced, if something is compiled
+    hook = torch.compiler.disable if "torch._dynamo" in sys.modules else lambda f: f
 
     def before(name: str, *_: Any) -> None:
         use(name, False)
@@ -406,9 +379,3 @@ def walk(
         # first, so that other hooks see whole weights
         module.register_forward_pre_hook(hook(partial(before, name)), prepend=True)
         module.register_forward_hook(hook(partial(after, name)))
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether it is torch.compile(module), or was compiled in place by .compile()."""
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or "_orig_mod" in module._modules

@@ -71,7 +71,7 @@ class HybridTrainer:
             are given the same ones.
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3:
             see `ShardedTrainer`.
-        overlap, bucket_bytes, layers: how gradients are synchronized along dp; see
+        overlap, bucket_bytes: how gradients are synchronized along dp; see
             `DataParallelTrainer` and `ShardedTrainer`. With cp or ep, gradients leave after
             backward, which has messages of its own; on stage 3 they don't, and there all ranks'
             samples must take the same way through the model.

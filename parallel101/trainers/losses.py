@@ -219,11 +219,6 @@ def loss_and_weight(
     weight = None
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, given = loss
-        if isinstance(given, Tensor) and given.is_meta:
-            raise ValueError(
-                "the weight of the loss is on the meta device, which has no numbers: expected a "
-                "Python number there, such as targets.numel()"
-            )
         if isinstance(given, Tensor) and given.requires_grad:
             raise ValueError(
                 "the weight of the loss needs a gradient, but the sum is divided by it as by a "

@@ -347,22 +347,20 @@ def _enter(hooks: saved_tensors_hooks) -> None:
     count = _running.get(threading.get_ident()) or (
         next(iter(_running.values())) if len(_running) == 1 else None
     )
-    inner = hooks.pack_hook
+    pack = hooks.pack_hook
 
-    def pack(t: Tensor) -> Any:
+    def noting(t: Tensor) -> Any:
         packed: Any = t  # and if a recomputation ends with this tensor, by an exception
         try:
-            packed = inner(t)
+            packed = pack(t)
             return packed
         finally:
             if isinstance(packed, Tensor) and count is not None:
                 count.note(t)
 
+    hooks.pack_hook = noting
+    _torchs(hooks)
     hooks.pack_hook = pack
-    try:
-        _torchs(hooks)
-    finally:
-        hooks.pack_hook = inner
 
 
 # ── the result ──

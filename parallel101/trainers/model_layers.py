@@ -15,70 +15,41 @@ from typing import Any
 from torch import nn
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+PARAMETERS = (nn.ParameterList, nn.ParameterDict)  # have no forward
 
 
-def layers_of(
-    model: nn.Module, types: tuple[type[nn.Module], ...] | None = None, prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and modules of the layers, in order; none is part of another.
 
-    Args:
-        types: modules of these types are the layers. None: the entries of `model.sequence()` that
-            have parameters. Without such a method, every module below the model that has parameters
-            and holds no ModuleList, ModuleDict or Sequential to look into; a Sequential inside a
-            module of another type is a part of that module. A Keras model inside a Keras model is
-            looked into.
+    They are the entries of `model.sequence()` that have parameters. Without such a method, every
+    module below the model that has parameters and holds no ModuleList, ModuleDict or Sequential to
+    look into; a Sequential inside a module of another type is a part of that module. A Keras model
+    is looked into, too.
     """
-    sequence = sequence_of(model) if types is None else None
+    sequence = sequence_of(model)
     if sequence is not None:
         names = {module: prefix + name for name, module in model.named_modules()}
         used = dict.fromkeys(m for m in sequence if next(m.parameters(), None) is not None)
         yield from ((names[module], module) for module in used)
         return
-    for name, module in children_of(model):
-        if is_layer(module, types):
+    keras = [(layer.name, layer) for layer in keras_layers(model)]
+    for name, module in keras or model.named_children():
+        lists = (nn.ModuleList, nn.ModuleDict)
+        inside = isinstance(module, LISTS) or any(isinstance(m, lists) for m in module.modules())
+        if inside or keras_layers(module):
+            yield from layers_of(module, f"{prefix}{name}.")
+        elif next(module.parameters(), None) is not None and not isinstance(module, PARAMETERS):
             yield prefix + name, module
-        else:
-            yield from layers_of(module, types, f"{prefix}{name}.")
 
 
-def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules inside this one.
-
-    torch does not see the layers of a Keras model, since Keras has a list of its own for them. For
-    a keras.Sequential torch would name one child, the functional model inside it. That is never
-    called as a module, so its hooks would never run.
+def keras_layers(module: nn.Module) -> list[Any]:
+    """Return the layers of a Keras model, which torch doesn't see: Keras has a list of its own for
+    them. (Of a keras.Sequential, torch would name the functional model inside it, which is never
+    called as a module.) Other modules, which keep theirs in a ModuleList, have none.
     """
-    layers = keras_layers(module)
-    yield from (
-        module.named_children() if layers is None else ((layer.name, layer) for layer in layers)
-    )
-
-
-def keras_layers(module: nn.Module) -> list[Any] | None:
-    """Return the layers of a Keras model; None for any other module.
-
-    Other libraries keep modules in a ModuleList, not in a plain list.
-    """
-    layers = getattr(module, "layers", None)
-    return (
-        layers
-        if isinstance(layers, list) and all(isinstance(layer, nn.Module) for layer in layers)
-        else None
-    )
-
-
-def is_layer(module: nn.Module, types: tuple[type[nn.Module], ...] | None) -> bool:
-    if types is not None:
-        return isinstance(module, types)
-    if (
-        isinstance(module, LISTS + WITHOUT_FORWARD)
-        or keras_layers(module) is not None
-        or next(module.parameters(), None) is None
-    ):
-        return False
-    return not any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in module.modules())
+    layers: Any = getattr(module, "layers", None)
+    of_keras = isinstance(layers, list) and all(isinstance(layer, nn.Module) for layer in layers)
+    return layers if of_keras else []
 
 
 def share_out(

@@ -39,11 +39,6 @@ def of_one_axis(axis: str, *names: str, **defaults: Any) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         check_names(self, options, [*names, *COMMON])
-        if "zero_stage" in names and options.get("zero_stage") == 0:
-            raise ValueError(
-                "zero_stage=0: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 "
-                "(weights too); to shard nothing, use DataParallelTrainer"
-            )
         axes = Axes(group, {"dp": 1} | {axis: group_of(group).size})
         HybridTrainer.__init__(
             self, model, loss_fn, optimizer, mesh=axes, **{**defaults, **options}
@@ -113,9 +108,6 @@ class ShardedTrainer(HybridTrainer):
         overlap: send gradients, and on stage 3 fetch the next layer, while this one computes.
         bucket_bytes: on stages 1 and 2, how many bytes of gradients travel together. None: a
             quarter of them all, at most 25 MiB.
-        layers: on stage 3, the types of the modules that are gathered one at a time, such as
-            (Block,). None: see `layers_of`. Parameters in none of them, or in several of them (tied
-            weights), are whole for all of a forward and all of a backward.
         algorithm: of reduce_scatter and all_gather: one name for both, such as "ring", or a dict;
             see `p101.algorithms`. Other than None, it needs overlap=False.
         accumulate: microbatches in a step. Stage 1 adds up their gradients where they are and sends
@@ -124,7 +116,9 @@ class ShardedTrainer(HybridTrainer):
 
     Parameters that need no gradient, and buffers, stay whole on every rank. `describe()` also tells
     the most bytes that were held for a moment in the last step: gathered layers, and gradients in
-    flight. On stage 3 all ranks must use the layers in the same order, though each may leave some
+    flight. On stage 3 the model's layers (see `layers_of`) are gathered one at a time; parameters
+    in none of them, or in several (tied weights), are whole for all of a forward and all of a
+    backward. All ranks must use the layers in the same order, though each may leave some
     out, and a weight may be used only in the forward of a module that has it. Source: Rajbhandari
     et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections
     5 and 7.
@@ -139,7 +133,7 @@ class ShardedTrainer(HybridTrainer):
         [[240, 240, 240, 240], [60, 60, 60, 60]]
     """
 
-    __init__ = of_one_axis("dp", "zero_stage", "layers", *DATA, zero_stage=3)
+    __init__ = of_one_axis("dp", "zero_stage", *DATA, zero_stage=3)
 
 
 class TensorParallelTrainer(HybridTrainer):

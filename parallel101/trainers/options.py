@@ -54,7 +54,6 @@ class Options:
     zero_stage: int = 0
     overlap: bool = True
     bucket_bytes: int | None = None
-    layers: Sequence[type[nn.Module]] | None = None
     algorithm: str | Mapping[str, str] | None = None
     plan: TensorPlan | None = "auto"
     sequence_parallel: bool = False
@@ -228,16 +227,12 @@ def check_model(model: Any) -> torch.device:
             )
     on_gpus = torch.get_default_device().type == "meta"  # a virtual one: launch(…, device=…)
     for name, p in model.named_parameters():
-        if on_gpus and not p.is_meta:
+        if p.is_meta != on_gpus:
             raise ValueError(
-                f"{name!r} is on {p.device}, but the ranks have virtual GPUs, whose tensors are on "
-                "the meta device: build the model in the program, or call model.to('meta') there"
-            )
-        if p.is_meta and not on_gpus:
-            raise ValueError(
-                f"{name!r} is on the meta device and has no values: give it some, with "
-                "model.to_empty(device=…) and its init, or launch with device=…, such as "
-                '"H100", to train without values'
+                f"{name!r} is on {p.device}: expected a model on the meta device, which has no "
+                "values, on ranks with virtual GPUs only (launch(…, device=…)). There, build it in "
+                "the program, or call model.to('meta'); elsewhere model.to_empty(device=…) and its "
+                "init give it values"
             )
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 

@@ -27,7 +27,7 @@ from parallel101.spans import span
 from parallel101.trainers.batches import Batch, call, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, together
 from parallel101.trainers.losses import Losses
-from parallel101.trainers.pipeline.stage_messages import Messages, activations, is_first_forward
+from parallel101.trainers.pipeline.stage_messages import Messages, activations
 from parallel101.trainers.recompute import and_its_repetitions
 from parallel101.trainers.schedules.actions import Action, awaits, partner
 from parallel101.trainers.weight_gradients import WeightGradients
@@ -110,7 +110,8 @@ class Pipeline:
 
     def evaluate(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
         """Run the forward of a share, as one microbatch."""
-        forward = [action for action in self.actions if is_first_forward(action)]
+        first = [action for action in self.actions if action.microbatch == 0]
+        forward = [action for action in first if action.kind in ("F", "SEND_F", "RECV_F")]
         self.carry_out(forward, [inputs], [targets], losses)
 
     def carry_out(
@@ -122,7 +123,7 @@ class Pipeline:
     ) -> None:
         self.inputs, self.targets, self.losses = inputs, targets, losses
         self.sizes = [count_samples(x) for x in inputs]
-        self.messages.begin(inputs, forward_only=len(actions) < len(self.actions))
+        self.messages.begin(actions, inputs)
         self.held: dict[tuple[int, int], Held] = {}  # by stage and microbatch
         self.later: dict[tuple[int, int], WeightGradients] = {}
         self.results: dict[Action, Tensor] = {}  # by the action that sends it

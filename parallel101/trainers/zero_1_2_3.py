@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
-import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -46,7 +45,7 @@ from parallel101.trainers.flat import (
     walk,
 )
 from parallel101.trainers.gradient_sync import GradientHooks, Parameters, by_size, dense_gradient
-from parallel101.trainers.model_layers import layers_of, share_out
+from parallel101.trainers.model_layers import share_out
 
 
 class ZeRO12(ZeRO):
@@ -107,12 +106,10 @@ class ZeRO3(ZeRO):
     all ranks, else the model's.
 
     Args:
-        model: its layers' hooks tell which layer is next; see `walk`.
-        parameters: by name, those that are trained.
-        types: of the modules that are layers, gathered one at a time; None: see `layers_of`.
-            Parameters in none of them, or in several (tied weights), are `shared`: whole for all
-            of a forward, and again for all of a backward.
-        autocast: its dtype in the forward, if there is one.
+        modules: by name, the layers, which are gathered one at a time. Their hooks tell which one
+            is next; see `walk`.
+        parameters: by name, those that are trained. Those in no layer, or in several (tied
+            weights), are `shared`: whole for all of a forward, and again for all of a backward.
 
     Attributes: order: of use; a layer that is used twice is in it twice. sends: whether gradients
         leave in this backward; not so in the first half of a split one.
@@ -120,13 +117,10 @@ class ZeRO3(ZeRO):
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         parameters: Parameters,
         zero: ZeROGroup,
-        types: Sequence[type[nn.Module]] | None = None,
-        autocast: torch.dtype | None = None,
     ):
-        modules = dict(layers_of(model, None if types is None else tuple(types)))
         own, shared = share_out(modules, parameters)
         self.layers = {name: flats_of(own[name], zero) for name in modules if own[name]}
         self.shared = flats_of(shared, zero)
@@ -139,15 +133,15 @@ class ZeRO3(ZeRO):
         self.upcoming: deque[str] = deque()
         self.current: str | None = None
         self.in_backward = self.sends = False
-        self.autocast, self.spans = autocast, ExitStack()
-        walk(model, {name: modules[name] for name in self.layers}, self.use)
+        self.spans = ExitStack()
+        walk({name: modules[name] for name in self.layers}, self.use)
 
     # ── a forward or a backward ──
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         self.used = []
-        saving = saved_tensors_hooks(*saving_places(self.whole_now, self.autocast))
+        saving = saved_tensors_hooks(*saving_places(self.whole_now))
         with self.over_layers(self.order or list(self.layers)), saving:
             yield
         if self.order is None:

@@ -222,9 +222,6 @@ class Elsewhere(nn.Module):
 def test_a_weight_that_is_used_outside_of_its_module():
     said = raised(TRAINERS["ZeRO-3"](Elsewhere(), F.mse_loss, sgd).step, X, Y)
     assert "whole only in the forward of a module that has it" in said
-    whole = TRAINERS["ZeRO-3"](Elsewhere(), F.mse_loss, sgd, layers=(nn.GELU,))
-    whole.step(X, Y)  # without layers, everything is whole while the model runs
-    assert whole.describe().bytes["gathered (peak)"] == [2 * 4 * 4 * 4]
 
 
 def thawed(mesh, options):

@@ -102,21 +102,10 @@ class ContextAxis(Axis):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward whose attention is that of the whole sequence. A shape error says that
-        time is cut.
-        """
-        try:
-            attention = {F.scaled_dot_product_attention: self.attend}
-            with and_its_repetitions(lambda: Replacing(attention)):
-                yield
-        except RuntimeError as error:
-            if type(error) is not RuntimeError or "shape" not in str(error):
-                raise
-            raise ValueError(
-                f"the model raised {str(error).splitlines()[0]!r}. Dim {TIME} of its inputs, the "
-                f"time, is cut over the {self.group.size} ranks of cp: expected inputs (samples, "
-                "time, …), and a model for sequences of any length"
-            ) from error
+        """Run a forward whose attention is that of the whole sequence."""
+        attention = {F.scaled_dot_product_attention: self.attend}
+        with and_its_repetitions(lambda: Replacing(attention)):
+            yield
 
     def attend(
         self,

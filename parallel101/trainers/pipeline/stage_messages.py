@@ -76,20 +76,13 @@ class Messages:
         # (stage, shape of the microbatch) → shape and dtype of its message
         self.known: dict[Hashable, Spec] = {}
 
-    def begin(self, microbatches: Sequence[Batch], forward_only: bool = False) -> None:
-        """Begin a step on these microbatches. One without samples has no messages.
-
-        Args:
-            forward_only: see `is_first_forward`.
-        """
+    def begin(self, actions: Sequence[Action], microbatches: Sequence[Batch]) -> None:
+        """Begin to carry out this rank's actions. A microbatch without samples has no messages."""
         # what the shape of a microbatch's messages depends on
         self.shapes = [(count_samples(x), number_of_shape(x)) for x in microbatches]
+        now = {action for action in actions if self.shapes[action.microbatch][0]}
         self.expected = {
-            source: deque(
-                a
-                for a in receives
-                if (is_first_forward(a) or not forward_only) and self.shapes[a.microbatch][0]
-            )
+            source: deque(action for action in receives if action in now)
             for source, receives in self.incoming.items()
         }
         self.arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
@@ -224,8 +217,3 @@ def acknowledged(
             elif action.kind.startswith("SEND") and placement[partner(action).stage] == me:
                 answered[partner(action)], used = used, []
     return answered
-
-
-def is_first_forward(action: Action) -> bool:
-    """Return whether it belongs to the first microbatch's forward: all that `evaluate` runs."""
-    return action.kind in ("F", "SEND_F", "RECV_F") and action.microbatch == 0

@@ -111,7 +111,7 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
         style, fitting = style_of(pattern, given), []
         matches = names_of(pattern, list(named))
         for name in matches:
-            if (why := problem(model, name, named[name], style)) is None:
+            if (why := problem(named[name], style)) is None:
                 fitting.append(name)
             elif "*" not in pattern or named[name]._parameters:
                 raise ValueError(
@@ -153,7 +153,7 @@ def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[s
     return matches
 
 
-def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str | None:
+def problem(module: nn.Module, style: Style) -> str | None:
     """Return the reason why a module cannot have a style, or None."""
     table = style.name == "vocabulary" and isinstance(module, nn.Embedding)
     if not table and not isinstance(module, nn.Linear):
@@ -161,11 +161,6 @@ def problem(model: nn.Module, name: str, module: nn.Module, style: Style) -> str
         wanted = wanted if style.name == "vocabulary" else "an nn.Linear"
         article = "an" if type(module).__name__[0] in "AEIOU" else "a"
         return f"it is {article} {type(module).__name__}: expected {wanted}"
-    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-        return (
-            "nn.MultiheadAttention reads the weights of this layer itself: expected query, key "
-            "and value as linear layers"
-        )
     if not is_plain(module):
         return (
             f"this {type(module).__name__} does more than a plain layer: expected no forward of "

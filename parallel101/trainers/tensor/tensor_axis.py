@@ -123,7 +123,6 @@ class TensorAxis(Axis):
                 blocks[id(p)] = nn.Parameter(part, p.requires_grad)
             return blocks.get(id(p), p)
 
-        done = set[int]()
         counts: set[tuple[nn.Module, str]] = set()  # modules and their attributes that count heads
         for name, module in here.items():
             first = names[id(module)]
@@ -131,9 +130,6 @@ class TensorAxis(Axis):
                 continue
             if isinstance(style.heads, str):
                 counts.add((model.get_submodule(name.rpartition(".")[0]), style.heads))
-            if id(module) in done:
-                continue  # under another name
-            done.add(id(module))
             group_here = tp_in_time if first in self.time_cuts.cut_time else tp
             sizes, single = self.shards[first].sizes, uses[id(module.weight)] == 1
             if isinstance(module, nn.Embedding):
