@@ -69,7 +69,6 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.laboratory.viz.axis_timeline import axes_scene
     from parallel101.laboratory.viz.explore import explore_collective
     from parallel101.laboratory.viz.forward_backward import forward_backward_scene
-    from parallel101.laboratory.viz.lanes import lanes_scene
     from parallel101.laboratory.viz.loss_curves import LiveLoss, loss_scene
     from parallel101.laboratory.viz.matrices import matrices_scene
     from parallel101.laboratory.viz.memory_over_step import activations_scene
@@ -77,6 +76,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.laboratory.viz.node_links import node_scene
     from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
     from parallel101.laboratory.viz.plots import bandwidth, sweep
+    from parallel101.laboratory.viz.timeline import lanes_scene
     from parallel101.laboratory.viz.watch import watch
     from parallel101.mesh import split_sizes
     from parallel101.spans import compute, span

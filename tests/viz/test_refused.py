@@ -15,13 +15,12 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.axis_timeline import axes_scene
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.forward_backward import forward_backward_scene
-from parallel101.laboratory.viz.lanes import lanes_scene
 from parallel101.laboratory.viz.matrices import matrices_scene
 from parallel101.laboratory.viz.memory_over_step import activations_scene
 from parallel101.laboratory.viz.memory_per_rank import memory_scene
 from parallel101.laboratory.viz.node_links import node_scene
 from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
-from parallel101.laboratory.viz.timeline import timeline_scene
+from parallel101.laboratory.viz.timeline import lanes_scene, timeline_scene
 from parallel101.laboratory.viz.watch import watch
 from tests.viz import programs as p
 from tests.viz.drawn import span

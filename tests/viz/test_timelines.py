@@ -22,12 +22,11 @@ from parallel101.laboratory.analysis.overlap import (
     union,
 )
 from parallel101.laboratory.record.trace import Trace
-from parallel101.laboratory.viz import lanes, rows
+from parallel101.laboratory.viz import rows, timeline
 from parallel101.laboratory.viz.between_ranks import traffic_scene
 from parallel101.laboratory.viz.collective import collective_scene
-from parallel101.laboratory.viz.lanes import lanes_scene
 from parallel101.laboratory.viz.rows import legend_entries, span_colours
-from parallel101.laboratory.viz.timeline import timeline_scene
+from parallel101.laboratory.viz.timeline import lanes_scene, timeline_scene
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, event, span, texts, titled
 from tests.viz.programs import recorded
@@ -115,7 +114,7 @@ def test_intervals_agree_with_counting_moments(seed):
 def test_every_event_is_a_bar_at_its_time(picture):
     trace = Trace(step(1.0), 2, "gloo")
     scene = lanes_scene(trace, "step") if picture == "lanes" else timeline_scene(trace)
-    right = lanes.RIGHT if picture == "lanes" else rows.RIGHT
+    right = timeline.BESIDE if picture == "lanes" else rows.RIGHT
     scale, bars = (right - rows.LEFT) / 7.0, {}
     for name, start, end in (
         ("backward (", 0.0, 4.0),
@@ -152,7 +151,7 @@ def test_any_number_of_ranks_in_any_theme(n):
     events = [span(r, "forward", 0.0, 1.0 + r, microbatch=0) for r in range(n)]
     pairs = [(r, (r + 1) % n, k) for r in range(n) for k in range(9)]
     events += [message("send", r, to, 0.1 * k, 1.0, seq=k) for r, to, k in pairs]
-    for draw in (timeline_scene, *[lanes_scene] * (n <= lanes.MOST_RANKS)):
+    for draw in (timeline_scene, *[lanes_scene] * (n <= timeline.FEW_RANKS)):
         scene = draw(Trace(events, n, "sim"))
         assert len(titled(scene, "forward")) == n
         for theme in ("light", "dark", None):

@@ -4,7 +4,7 @@
     communication        ▬▬▬▬▬▬▬▬▬▬▬▬         messages and collectives in flight
     overlap              ====                 both at once: this communication costs no time
 
-These are unions and intersections of intervals in the record. `laboratory.viz.lanes` draws them.
+These are unions and intersections of intervals in the record. `laboratory.viz.timeline` draws them.
 """
 
 from __future__ import annotations

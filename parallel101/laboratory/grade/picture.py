@@ -4,7 +4,7 @@ It shows who waits for whom, whose data is where, or what each rank did over tim
 
 a deadlock            ──▶ viz/deadlock.py
 picture="collective"  ──▶ viz/collective.py
-picture="lanes"       ──▶ viz/lanes.py
+picture="lanes"       ──▶ viz/timeline.py
 picture="pipeline"    ──▶ viz/pipeline_timeline.py
 """
 
@@ -16,9 +16,9 @@ from parallel101.laboratory.grade.exercise import Trial
 from parallel101.laboratory.grade.grading import ExerciseVerdict
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.viz.collective import collective_scene
-from parallel101.laboratory.viz.lanes import lanes_scene
 from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
 from parallel101.laboratory.viz.scene import Scene
+from parallel101.laboratory.viz.timeline import lanes_scene
 
 
 class Picture(NamedTuple):

@@ -8,8 +8,7 @@
     sharded_product.py    which blocks each rank holds in a sharded product
     matrices.py           how tensor parallelism cuts a model
     rows.py               the engine of the pictures with rows over time, which are:
-    timeline.py           every rank's spans, messages and collectives over time
-    lanes.py              how much communication overlaps with compute
+    timeline.py           every rank's spans and messages over time, and how much they overlap
     pipeline_timeline.py  what each rank of a pipeline computes, and when
     axis_timeline.py      which axis of a mesh communicates when
     memory_over_step.py   the activations that each rank keeps for backward, over a step

@@ -7,7 +7,7 @@
 
 A picture is data: of each row, its bars, each from when to when, of which class, with which texts.
 It decides which events become bars, and how low and tall they are in their row. Rows of compute and
-messages are in timeline.py and lanes.py, those of the axes of a mesh in axis_timeline.py, those of
+messages are in timeline.py, those of the axes of a mesh in axis_timeline.py, those of
 pipelines in pipeline_timeline.py, and calls that wait for each other in matrix.py.
 """
 
