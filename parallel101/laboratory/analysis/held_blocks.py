@@ -188,9 +188,8 @@ def same(given: Tensor, expected: Tensor) -> bool:
     if not expected.dtype.is_floating_point:
         return torch.equal(given.to(expected.dtype), expected)
     largest = max(expected.abs().max().item(), 1e-300) if expected.numel() else 1.0
-    return torch.allclose(
-        given.double(), expected.double(), rtol=0, atol=tolerance(expected) * largest
-    )
+    bound = tolerance(expected) * largest
+    return torch.allclose(given.double(), expected.double(), rtol=0, atol=bound)
 
 
 def tolerance(x: Tensor) -> float:
@@ -214,17 +213,11 @@ def term_counts(
     values = block.detach().double().flatten()
 
     def fits(counts: Sequence[int]) -> bool:
-        return same(
-            block.detach().double().flatten().to(terms[0].dtype),
-            (stacked @ stacked.new_tensor(list(counts))).to(terms[0].dtype),
-        )
+        summed = stacked @ stacked.new_tensor(list(counts))
+        return same(values.to(terms[0].dtype), summed.to(terms[0].dtype))
 
     if fits(expected):
         return tuple(expected)
-    counts = tuple(
-        round(count)
-        for count in torch.linalg.lstsq(stacked, values[:, None], driver="gelsd")
-        .solution[:, 0]
-        .tolist()
-    )
+    solved = torch.linalg.lstsq(stacked, values[:, None], driver="gelsd").solution
+    counts = tuple(round(count) for count in solved[:, 0].tolist())
     return counts if min(counts) >= 0 and fits(counts) else None

@@ -98,13 +98,7 @@ def _compared(
     least = max(LEAST_SHARE * elapsed, LEAST_SECONDS * len(slower))
     if not slower or len(slower) < min(LEAST_STEPS, len(compared)) or total < least:
         return None
-    causes = [
-        cause._replace(
-            seconds=cause.seconds / len(slower), seconds_there=cause.seconds_there / len(slower)
-        )
-        for cause in _causes(measured, others, slower, total)
-    ]
-    per_step = total / len(slower)
+    per_step, causes = total / len(slower), _causes(measured, others, slower, total)
     return SlowerRank(rank, per_step, len(slower), slower[0], slower[-1], len(compared), causes)
 
 
@@ -114,18 +108,18 @@ def _causes(
     slower: Sequence[int],
     total: float,
 ) -> list[Cause]:
-    """Return what took a rank longer than the others in its slower steps, in total seconds."""
+    """Return what took a rank longer than the others in its slower steps, which are `total`."""
     own, *theirs = (_doing([row[k] for k in slower]) for row in (measured, *others))
     more: dict[str, dict[str, float]] = defaultdict(dict)
     for what, where in {key for row in (own, *theirs) for key in row}:
         usual = statistics.median(row.get((what, where), 0.0) for row in theirs)
         more[what][where] = own.get((what, where), 0.0) - usual
-    causes = []
+    causes, n = [], len(slower)
     for what, lines in more.items():
         where = max(lines, key=lambda line: lines[line])
-        causes.append(Cause(what, sum(lines.values()), where, lines[where]))
-    causes.sort(key=lambda cause: -cause.seconds)
-    return [cause for cause in causes if cause.seconds > LEAST_CAUSE * total][:MOST_CAUSES]
+        if (longer := sum(lines.values())) > LEAST_CAUSE * total:
+            causes.append(Cause(what, longer / n, where, lines[where] / n))
+    return sorted(causes, key=lambda cause: -cause.seconds)[:MOST_CAUSES]
 
 
 def _doing(steps: Sequence[RankStep]) -> dict[tuple[str, str], float]:

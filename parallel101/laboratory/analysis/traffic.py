@@ -99,29 +99,23 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
     for e in trace.events:
         if e.kind != "span" and e.kind not in P2P and window.has_post(e):
             collectives[e.group.axis].append(e)
-    sums = rank_sums(trace, within)
-    counted = [key for of_rank in sums.values() for key in of_rank if _is_sent(key)]
+    each = [*rank_sums(trace, within).values()]
+    counted = {key.group.axis for of_rank in each for key in of_rank if _is_sent(key)}
+    place = {axis: number for number, axis in enumerate(ORDER)}
     axes = sorted(
-        {*messages, *collectives, *(key.group.axis for key in counted)},
-        key=lambda axis: (
-            axis is None,
-            ORDER.index(axis) if axis in ORDER else len(ORDER),
-            axis or "",
-        ),
+        {*messages, *collectives, *counted},
+        key=lambda axis: (axis is None, place.get(axis or "", len(ORDER)), axis or ""),
     )
 
-    def along(axis: str | None) -> Callable[[SumKey], bool]:
-        return lambda key: _is_sent(key) and key.group.axis == axis
-
     return window, [
-        AxisTraffic(
-            axis,
-            messages[axis],
-            collectives[axis],
-            [total(of_rank, along(axis)) for of_rank in sums.values()],
-        )
+        AxisTraffic(axis, messages[axis], collectives[axis], [_along(axis, of) for of in each])
         for axis in axes
     ]
+
+
+def _along(axis: str | None, sums: dict[SumKey, Sums]) -> Sums:
+    """Return what one rank sent along an axis."""
+    return total(sums, lambda key: _is_sent(key) and key.group.axis == axis)
 
 
 def _is_sent(key: SumKey) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import seconds, union
-from parallel101.laboratory.analysis.run_window import first_call, run_times
+from parallel101.laboratory.analysis.run_window import first_call, run_times, script_marks
 from parallel101.laboratory.analysis.traffic import is_collective, rank_sums, total
 from parallel101.laboratory.record.events import P2P, Event, span_event
 from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums, sums_of
@@ -74,13 +74,17 @@ def waits(trace: Trace) -> list[Wait]:
     The newest call of a rank that never ended counts as a wait until the end of the run.
     """
     ended, parts = _by_call(trace)
-    rows = []
-    for span in trace.spans():
-        if span.waiting and "group" in (span.args or {}):
-            event = _event_of(span, ended)
-            rows.append(_wait(span, span.name or "", event, parts, bool(trace.earlier)))
+    rows = [
+        _wait(span, span.name or "", _event_of(span, ended), parts, bool(trace.earlier))
+        for span in _waits_in_calls(trace)
+    ]
     rows += [_wait(event, event.kind, event, parts) for event in _never_ended(trace)]
     return sorted(rows, key=lambda wait: (wait.start, wait.rank))
+
+
+def _waits_in_calls(trace: Trace) -> list[Event]:
+    """Return the spans in which a rank was blocked in a call, as `parallel101 run` records them."""
+    return [span for span in trace.spans() if span.waiting and "group" in (span.args or {})]
 
 
 def _never_ended(trace: Trace) -> list[Event]:
@@ -143,12 +147,10 @@ def with_compute(trace: Trace) -> Trace:
     These spans replace the script's two marks. A call that never ended becomes a wait. If the
     program has spans of its own, as parallel101's trainers have, they say more.
     """
-    marks = [span for span in trace.spans() if "script" in (span.args or {})]
+    marks, blocked = script_marks(trace), _waits_in_calls(trace)
     left_out = {id(span) for span in [*marks, *trace.spans(OPTIMIZER_STEP)]}
-    if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
-        left_out |= {
-            id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})
-        }
+    if sum(span.waiting for span in trace.spans()) > len(blocked):
+        left_out |= {id(span) for span in blocked}
     events = [event for event in trace.events if id(event) not in left_out]
     for e in _never_ended(trace):
         name = f"{e.kind}, never ended"
