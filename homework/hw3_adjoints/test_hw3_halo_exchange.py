@@ -18,7 +18,6 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
-    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -240,7 +239,6 @@ EXERCISES = [
                 "bytes",
             ),
         ),
-        imports=AUTOGRAD,
         watch=asked,
         picture="lanes",
     )

@@ -14,7 +14,6 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
 )
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -159,7 +158,6 @@ EXERCISES = [
                 "bytes",
             ),
         ),
-        imports=AUTOGRAD,
         watch=asked,
         picture="lanes",
     )

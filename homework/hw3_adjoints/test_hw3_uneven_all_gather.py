@@ -21,7 +21,6 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -209,7 +208,6 @@ EXERCISES = [
                 "bytes",
             ),
         ),
-        imports=AUTOGRAD,
         watch=asked,
         picture="lanes",
     )

@@ -24,7 +24,6 @@ from parallel101.laboratory.exercises.training_exercises import (
     train_whole,
 )
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     COLLECTIVES,
     P2P,
     Case,
@@ -166,7 +165,6 @@ EXERCISES = [
         cases=naive_cases,
         program=train,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         checks=(equals_one_process(), bytes_check),
         least_received=naive_least,
         misconceptions=(

@@ -31,7 +31,6 @@ from parallel101.laboratory.exercises.training_exercises import (
     train_whole,
 )
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     COLLECTIVES,
     P2P,
     Case,
@@ -299,7 +298,6 @@ EXERCISES = [
         cases=overlap_cases,
         program=train_in_microbatches,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         checks=(
             equals_one_process(),
             bytes_sent(

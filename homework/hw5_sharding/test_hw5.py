@@ -24,7 +24,6 @@ from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
-    AUTOGRAD,
     COLLECTIVES,
     P2P,
     Case,
@@ -517,7 +516,6 @@ def sharded(
         cases=sharded_cases,
         program=train_sharded,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         checks=(*checks, *more.pop("checks", ())),
         least_received=least,
         misconceptions=(*misconceptions, *more.pop("misconceptions", ())),
@@ -589,7 +587,6 @@ EXERCISES = [
         cases=zero3_cases,
         program=train_in_pieces,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         checks=(
             weights_equal(),
             sends_three_times(),

@@ -14,7 +14,6 @@ from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
-    AUTOGRAD,
     COLLECTIVES,
     P2P,
     Case,
@@ -348,7 +347,6 @@ EXERCISES = [
         cases=lambda draw: [mixed_case(draw, n) for n in (1, 2, 3, 4)],
         program=train,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         checks=(
             weights_equal(),
             replace(masters_equal(), weight=6.0),

@@ -16,7 +16,6 @@ from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
-    AUTOGRAD,
     COLLECTIVES,
     P2P,
     Case,
@@ -413,7 +412,6 @@ EXERCISES = [
         cases=cases,
         program=train_blocks,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         checks=(
             values_equal(),
             one_block(),

@@ -15,7 +15,7 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     step_cases,
     two_halves,
 )
-from parallel101.laboratory.grade.exercise import AUTOGRAD, Exercise
+from parallel101.laboratory.grade.exercise import Exercise
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
 
 EXERCISES = [
@@ -26,7 +26,6 @@ EXERCISES = [
         points=10,
         cases=step_cases,
         program=run_step,
-        imports=AUTOGRAD,
         checks=(
             value(
                 "the loss and every gradient equal one process", parts=("the loss", "the gradients")

@@ -26,7 +26,6 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     stage_of,
 )
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -362,7 +361,6 @@ EXERCISES = [
         points=5,
         cases=order_cases,
         program=run_order,
-        imports=AUTOGRAD,
         checks=(
             value(
                 "the order runs, and the loss and every gradient equal one process",

@@ -20,7 +20,6 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     two_halves,
 )
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     Case,
     Exercise,
     Misconception,
@@ -79,7 +78,6 @@ EXERCISES = [
         points=10,
         cases=step_cases,
         program=run_step,
-        imports=AUTOGRAD,
         checks=(
             value(
                 "the loss and every gradient equal one process", parts=("the loss", "the gradients")

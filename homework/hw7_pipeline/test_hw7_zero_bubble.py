@@ -25,7 +25,6 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     stage_of,
 )
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -161,7 +160,6 @@ EXERCISES = [
         points=5,
         cases=split_cases,
         program=run_split_step,
-        imports=AUTOGRAD,
         checks=(
             value(
                 "the loss, and every weight after the step, equal one process",

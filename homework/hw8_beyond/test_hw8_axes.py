@@ -34,7 +34,6 @@ from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import ITEM
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
-    AUTOGRAD,
     COLLECTIVES,
     P2P,
     Case,
@@ -271,7 +270,6 @@ EXERCISES = [
         cases=cases,
         program=train,
         allowed=P2P | COLLECTIVES,
-        imports=AUTOGRAD,
         weights={"value": 0.55, "bytes": 0.3, "memory": 0.15},
         checks=(
             gradients_equal(),

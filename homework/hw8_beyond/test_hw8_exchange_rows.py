@@ -11,7 +11,6 @@ from parallel101.laboratory.exercises.attention_exercises import unpacked
 from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
-    AUTOGRAD,
     Case,
     Draw,
     Exercise,
@@ -231,7 +230,6 @@ EXERCISES = [
         points=5,
         cases=exchange_cases,
         program=run_exchange,
-        imports=AUTOGRAD,
         weights={"value": 0.4, "bytes": 0.6},
         checks=(
             value(

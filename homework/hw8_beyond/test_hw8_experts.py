@@ -13,7 +13,6 @@ from parallel101.laboratory.exercises.wrong_values import is_close
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
-    AUTOGRAD,
     Case,
     Check,
     Draw,
@@ -425,7 +424,6 @@ EXERCISES = [
         points=10,
         cases=experts_cases,
         program=run_experts,
-        imports=AUTOGRAD,
         weights={"value": 0.25, "bytes": 0.25, "memory": 0.5},
         checks=(
             value(

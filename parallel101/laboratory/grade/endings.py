@@ -17,6 +17,7 @@ from parallel101.laboratory.record.program_lines import shown
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 MOST_SAID = 600  # characters of a learner's own error
 SYNTAX = dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), "syntax error")
+LOADING = "while loading"  # in place of an exception's type, if the time was over before
 NOT_LOADED = (*SYNTAX, "ImportError", "ModuleNotFoundError")  # the file itself can't be run
 REASONS = SYNTAX | {"SystemExit": "exit"}  # in place of the exception's type
 
@@ -26,59 +27,46 @@ class Ending(NamedTuple):
 
     Attributes:
         reason: a word or two for the table of a class.
-        short, long: texts for the learner.
+        short: a text for the learner.
+        more: what follows it where there is room; None: OTHER is said in its place.
         ends_all: each other run would end so too.
     """
 
     reason: str
     short: str
-    long: str
+    more: str | None = None
     ends_all: bool = False
 
 
-LATE = "rank {rank} was still running after {seconds:g} s"
-DIED = "rank {rank} ended without a result"
-PRINTED = "rank {rank} printed too much"
 OTHER = "{where}: {what}{missing}"
-TIME = Ending("time", LATE, f"{LATE}, {{where}}, at {{place}}", True)
 ENDINGS = {
-    "raised": Ending(
-        "{kind}",
-        "rank {rank} raised {kind}",
-        "rank {rank} raised {kind}, {where}{at}\n  {kind}: {what}",
-    ),
-    "not loaded": Ending(
-        "{kind}",
-        "the file can't be loaded: {kind}",
-        "the file can't be loaded{at}\n  {kind}: {what}",
-        True,
-    ),
-    "not written": Ending("not written", "not written yet", "{function} is not written yet", True),
+    "raised": Ending("{kind}", "rank {rank} raised {kind}", ", {where}{at}\n  {kind}: {what}"),
+    "not loaded": Ending("{kind}", "the file can't be loaded", "{at}\n  {kind}: {what}", True),
+    "not written": Ending("not written", "{function} is not written yet", "", True),
     "not allowed": Ending(
         "wrong call",
         "rank {rank} called {what}, which is not allowed here",
-        "rank {rank} called {what}, at {place}. This exercise allows {allowed} only (and isend, "
-        "irecv, batch_isend_irecv)",
+        ", at {place}. This exercise allows {allowed} only (and isend, irecv, batch_isend_irecv)",
         True,
     ),
-    "time": TIME,
-    "time to load": TIME,  # at the top level of the file
+    "time": Ending(
+        "time", "rank {rank} was still running after {seconds:g} s", ", {where}, at {place}", True
+    ),
     "died": Ending(
         "exit",
-        DIED,
-        f"{DIED}, {{where}}{{why}}. Did the code call exit, or ask for too much memory?",
+        "rank {rank} ended without a result",
+        ", {where}{why}. Did the code call exit, or ask for too much memory?",
     ),
-    "not run": Ending("time", "it was not run", OTHER),
+    "not run": Ending("time", "it was not run"),
     "printed": Ending(
         "printed too much",
-        PRINTED,
-        f"rank {{rank}} printed more than {MOST_PRINTED >> 20} MiB, {{where}}. Remove the print, "
-        "or print less",
+        f"rank {{rank}} printed more than {MOST_PRINTED >> 20} MiB",
+        ", {where}. Remove the print, or print less",
         True,
     ),
-    "deadlock": Ending("deadlock", "deadlock, so the run did not end", OTHER),
-    "misuse": Ending("wrong call", "a wrong call ended the run", OTHER),
-    "failed": Ending("wrong call", "the run ended early", OTHER),
+    "deadlock": Ending("deadlock", "deadlock, so the run did not end"),
+    "misuse": Ending("wrong call", "a wrong call ended the run"),
+    "failed": Ending("wrong call", "the run ended early"),
 }
 
 
@@ -88,7 +76,7 @@ class GradedRunFailed(Exception):
     Attributes:
         how: a key of ENDINGS.
         rank, where: whose run it was, and the line; None and "?" if that isn't known.
-        kind: the type of the learner's exception.
+        kind: the type of the learner's exception, or LOADING.
         calls: the calls that led to it, in words.
     """
 
@@ -109,10 +97,9 @@ def how_it_ended(error: BaseException | None) -> str:
     """Return the key in ENDINGS for an error of a trial; "" for None."""
     if isinstance(error, GradedRunFailed):
         return error.how
-    for kind, how in ((DeadlockError, "deadlock"), (MisuseError, "misuse")):
-        if isinstance(error, kind):
-            return how
-    return "" if error is None else "failed"
+    if isinstance(error, DeadlockError):
+        return "deadlock"
+    return "misuse" if isinstance(error, MisuseError) else "failed" if error else ""
 
 
 def ends_all(error: BaseException | None) -> bool:
@@ -120,16 +107,18 @@ def ends_all(error: BaseException | None) -> bool:
     return error is not None and ENDINGS[how_it_ended(error)].ends_all
 
 
-def in_short(trial: Trial) -> str:
+def in_short(exercise: Exercise, trial: Trial) -> str:
     """Return `trial.error`, which is not None, in a few words. `explain_error` says the rest."""
     how = how_it_ended(trial.error)
-    what = _filled(ENDINGS[how].short, trial)
+    what = _filled(exercise, trial, ENDINGS[how].short)
     return what if how in ("not loaded", "not written") else f"{trial.case.label}: {what}"
 
 
 def explain_error(exercise: Exercise, trial: Trial) -> str:
     """Return the text for `trial.error`, which is not None."""
-    return _filled(ENDINGS[how_it_ended(trial.error)].long, trial, exercise)
+    ending = ENDINGS[how_it_ended(trial.error)]
+    text = OTHER if ending.more is None else ending.short + ending.more
+    return _filled(exercise, trial, text)
 
 
 def reason_of(trial: Trial) -> str:
@@ -138,7 +127,7 @@ def reason_of(trial: Trial) -> str:
     return ENDINGS[how_it_ended(trial.error)].reason.format(kind=REASONS.get(kind, kind))
 
 
-def _filled(text: str, trial: Trial, exercise: Exercise | None = None) -> str:
+def _filled(exercise: Exercise, trial: Trial, text: str) -> str:
     error, what = trial.error, str(trial.error)
     kind, where = getattr(error, "kind", ""), getattr(error, "where", "?")
     if kind and len(what) > MOST_SAID:
@@ -154,6 +143,6 @@ def _filled(text: str, trial: Trial, exercise: Exercise | None = None) -> str:
         what=what,
         why=f": {what}" if what else "",
         missing=rest if rank_missing(error) else "",
-        function=exercise.function if exercise else "",
-        allowed=", ".join(sorted(exercise.allowed)) if exercise else "",
+        function=exercise.function,
+        allowed=", ".join(sorted(exercise.allowed)),
     )

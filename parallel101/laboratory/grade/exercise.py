@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 # what a learner may call: isend and irecv, in batches too, are meant by these names
 P2P = frozenset({"send", "recv"})
 COLLECTIVES = frozenset(spec.kind for spec in signatures.COLLECTIVES.values())
-# torch imports it at the first backward(gradient) or autograd.grad
-AUTOGRAD = ("torch.fx.experimental.symbolic_shapes",)
-COMPILER = (*AUTOGRAD, "torch._dynamo")  # and this with the first of its own optimizers
 # each message takes one second, so a run takes as many seconds as it has steps
 STEPS = Network(latency=1.0, bandwidth=math.inf)
 
@@ -228,8 +225,6 @@ class Exercise:
         program: what each rank runs: program(function, *arguments). Spans and compute() in it reach
             the record.
         allowed: the operations that the learner may call: P2P, or more.
-        imports: modules that take long to import and that the ranks need: AUTOGRAD for
-            backward(gradient), COMPILER for torch's own optimizers.
         watch: a case whose inputs carry their origin (see analysis/provenance.py), for the
             animation; None: the failing case is shown.
         picture: "collective", "lanes" or "pipeline": how a run is drawn.
@@ -249,7 +244,6 @@ class Exercise:
     weights: Mapping[str, float] = field(default_factory=dict)
     program: Callable[..., Any] = call
     allowed: frozenset[str] = P2P
-    imports: tuple[str, ...] = ()
     watch: Callable[[], Case] | None = None
     picture: str = "collective"
     path: str = ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from parallel101.laboratory.grade.endings import (
+    LOADING,
     GradedRunFailed,
     ends_all,
     explain_error,
@@ -154,7 +155,7 @@ def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> li
             return [*trials, not_run(case, GradedRunFailed("not run", late))]
         trials.append(ranks.run(case))
         ended = trials[-1].error
-        if isinstance(ended, GradedRunFailed) and ended.how == "time to load":
+        if isinstance(ended, GradedRunFailed) and ended.kind == LOADING:
             ranks.submission.endless = ended
         if ends_all(ended):
             break
@@ -171,7 +172,7 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
     value_is_right = False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
         out_of = exercise.points * share(exercise, check)
-        message, trial = everywhere(check, trials, in_short)
+        message, trial = everywhere(check, trials, partial(in_short, exercise))
         counts = check.kind == "value" or value_is_right
         if check.kind == "value":
             for told in (partial(too_few_bytes, exercise), never_waited):

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import os
 import re
 import select
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -30,13 +30,14 @@ import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames, isolation
 from parallel101.laboratory.grade.endings import (
+    LOADING,
     MOST_PRINTED,
     NOT_LOADED,
     GradedRunFailed,
     ends_all,
     how_it_ended,
 )
-from parallel101.laboratory.grade.exercise import COMPILER, P2P, Case, Exercise, Trial, Unwaited
+from parallel101.laboratory.grade.exercise import Case, Exercise, Trial, Unwaited
 from parallel101.laboratory.grade.frames import MESSAGES, Frame, operation_of
 from parallel101.laboratory.grade.isolation import clean_up, user_of
 from parallel101.laboratory.grade.plain_text import plain
@@ -48,14 +49,18 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.spans import Recorder, compute, recorder
 
-TO_GIVE_UP = 0.2  # seconds
+TO_GIVE_UP, TO_START = 0.2, 60.0  # seconds
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 # bytes that a rank may send, receive and return in one case: the grader holds them
 MOST_MOVED = 1 << 28
+# torch imports this at the first backward(gradient) or autograd.grad
+AUTOGRAD = "torch.fx.experimental.symbolic_shapes"
+COMPILER = ("torch._dynamo",)  # and this for what is named here
 NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor", "utils.checkpoint")
 MOST_MESSAGE = 2000  # characters of an error's text
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
+ENDS = ("result", "failed")  # the frames with which a process ends a case
 OWN_ERRORS = (GradedRunFailed, DeadlockError, MisuseError)  # a case may end with one of these
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
@@ -80,11 +85,14 @@ class Submission:
 
 
 class RemoteRank:
-    """A process that runs the learner's code, as the grader holds it, and its virtual rank."""
+    """A process that runs the learner's code, as the grader holds it, and its virtual rank.
 
-    def __init__(self, number: int, process: RankProcess):
-        self.number, self.process = number, process
-        self.ended = False  # it has returned or failed
+    What it prints goes into the file `output`, which is emptied before each case.
+    """
+
+    def __init__(self, number: int, process: RankProcess, output: io.FileIO):
+        self.returned = self.ended = False  # it has returned; it has returned or failed
+        self.number, self.process, self.output = number, process, output
         self.begin(None, 0.0, ())
 
     # ---- the process ----
@@ -95,46 +103,13 @@ class RemoteRank:
             frames.send(self.process.control, kind, **content)
 
     def receive(self) -> Frame:
-        """Return the next frame. Meanwhile, the rank's output is kept."""
+        """Return the next frame."""
         try:
-            return self._frame()
+            return frames.receive(self.process.control, self.until)
         except TimeoutError:
             raise self._time_over() from None
-
-    def _frame(self) -> Frame:
-        """Return the next frame. Raises TimeoutError if it doesn't come in time."""
-        control = self.process.control
-        streams: list[Any] = [self.process.out, self.process.err]
-        try:
-            while True:
-                left = max(0.0, self.until - time.monotonic())
-                ready, _, _ = select.select([control, *streams], [], [], left)
-                if not ready:
-                    raise TimeoutError
-                streams = [s for s in streams if s not in ready or self._read_output(s)]
-                if control in ready:
-                    return frames.receive(control, self.until)
-        except TimeoutError:
-            raise
-        except (EOFError, OSError, frames.BrokenFrame) as error:
-            self.read_rest()
+        except (EOFError, OSError, ValueError) as error:
             raise self._failed("died", str(error)) from None
-
-    def _read_output(self, stream: Any) -> bool:
-        is_socket = isinstance(stream, socket.socket)
-        data = stream.recv(1 << 16) if is_socket else os.read(stream.fileno(), 1 << 16)
-        self.amount += len(data)
-        self.printed += data[: max(0, KEPT_PRINTED - len(self.printed))]
-        if self.amount > MOST_PRINTED:
-            raise self._failed("printed")
-        return bool(data)
-
-    def read_rest(self) -> None:
-        """Read what the rank has printed and not been asked for yet."""
-        streams = [self.process.out, self.process.err]
-        with contextlib.suppress(OSError, GradedRunFailed):
-            while ready := select.select(streams, [], [], 0)[0]:
-                streams = [s for s in streams if s not in ready or self._read_output(s)]
 
     def _time_over(self) -> GradedRunFailed:
         """Return the error, with the line where the rank is.
@@ -157,18 +132,22 @@ class RemoteRank:
             for file, _, name in own
         )
         where = f"{own[0][0]}:{own[0][1]}" if own else "?"
-        return self._failed("time to load" if loading else "time", where=where)
+        return self._failed("time", where=where, kind=LOADING if loading else "")
 
-    def abort(self, until: float) -> bool:
+    def gives_up(self, until: float) -> bool:
         """Return whether the process ends its case until then, and so can serve another one."""
-        self.until = until
-        try:
+        with contextlib.suppress(EOFError, OSError, ValueError):
             while not self.ended:
-                self.ended = self._frame().kind in ("result", "failed")
-        except (GradedRunFailed, TimeoutError):
-            return False
-        self.read_rest()
-        return True
+                self.ended = frames.receive(self.process.control, until).kind in ENDS
+        return self.ended
+
+    def printed(self) -> str:
+        self.output.seek(0)
+        return plain(self.output.read(KEPT_PRINTED).decode(errors="replace"), MOST_PRINTED)
+
+    def close(self) -> None:
+        self.process.close()
+        self.output.close()
 
     def _failed(self, how: str, message: str = "", **more: Any) -> GradedRunFailed:
         return GradedRunFailed(how, message, self.number, **more)
@@ -178,7 +157,6 @@ class RemoteRank:
     def begin(self, case: Case | None, until: float, allowed: Collection[str]) -> None:
         """Forget the case before, and let the process begin this one."""
         self.until, self.allowed = until, allowed
-        self.printed, self.amount = bytearray(), 0  # KEPT_PRINTED of it, and the bytes of it all
         self.moved = 0  # bytes
         self.calls: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # works, and their outputs
         self.unwaited: dict[int, Unwaited] = {}
@@ -189,6 +167,7 @@ class RemoteRank:
         self.shared: list[int] = []
         self.returned = self.ended = False
         if case is not None:
+            self.output.truncate(0)
             arguments, size = case.arguments[self.number], case.world_size
             self.tell("case", arguments=arguments, world_size=size, seed=case.seed)
 
@@ -197,7 +176,7 @@ class RemoteRank:
         self.groups = {"0": dist.group.WORLD}
         while not self.ended:
             kind, said, size = self.receive()
-            self.ended = kind in ("result", "failed")
+            self.ended = kind in ENDS
             self.moved += size
             if self.moved > MOST_MOVED:
                 raise self._failed("died", f"moved more than {MOST_MOVED >> 20} MiB")
@@ -277,8 +256,8 @@ class RemoteRank:
 
 def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
     """Let the fork server import what the ranks of these exercises need, before they start."""
-    needed = ((*one.imports, *imported_modules(one.source)) for one in exercises)
-    preload({*more, *(name for names in needed for name in names)})
+    imported = {name for one in exercises for name in imported_modules(one.source)}
+    preload({*imported, AUTOGRAD, *more})
 
 
 @lru_cache
@@ -301,57 +280,41 @@ class SubmissionRanks:
     def __init__(self, exercise: Exercise, submission: Submission):
         self.exercise, self.submission = exercise, submission
         self.ranks: dict[int, RemoteRank] = {}
-        self.scratch: tempfile.TemporaryDirectory | None = None
+        self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
+        os.chmod(self.scratch.name, 0o711)
 
     def __enter__(self) -> SubmissionRanks:
-        # the fork server imports what the ranks need while the grader draws the cases
-        preload_for([self.exercise], self._compiler())
+        # The fork server imports what the ranks need while the grader draws the cases. Importing
+        # torch's compiler in each rank would take seconds.
+        sources = (self.submission.source, *self.submission.files.values())
+        needed = any(name in text for name in NEED_COMPILER for text in sources)
+        preload_for([self.exercise], COMPILER * needed)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.stop([*self.ranks])
+        self.scratch.cleanup()
 
     def start(self, count: int) -> None:
         """Have at least `count` processes, each ready to call the learner's function.
 
-        None of the learner's code has run yet, so a start that fails is this machine's fault: it is
-        tried once more.
+        None of the learner's code has run yet, so a start that fails is this machine's fault.
         """
-        try:
-            self._start(count)
-        except GradedRunFailed:
-            self.stop()
-            self._start(count)
-
-    def _start(self, count: int) -> None:
         missing = [number for number in range(count) if number not in self.ranks]
-        if not missing:
-            return
-        if self.scratch is None:
-            self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
-            os.chmod(self.scratch.name, 0o711)
         started = start_ranks(len(missing), "parallel101.laboratory.grade.rank")
-        new = [RemoteRank(n, process) for n, process in zip(missing, started, strict=True)]
-        for rank in new:
-            self.ranks[rank.number] = rank
-            user = user_of(rank.number)
-            folder = Path(self.scratch.name) / str(rank.number)
+        for number, process in zip(missing, started, strict=True):
+            user, folder = user_of(number), Path(self.scratch.name) / str(number)
             folder.mkdir(exist_ok=True)
             if user is not None:
                 os.chown(folder, user, user)
-            rank.tell("job", **self._job(rank.number, user, str(folder)))
-        for rank in new:
-            rank.until = time.monotonic() + 30
-            rank.receive()
-
-    def _compiler(self) -> Sequence[str]:
-        """Return the modules of torch's compiler if the code needs it.
-
-        Importing it in each rank would take seconds.
-        """
-        sources = (self.submission.source, *self.submission.files.values())
-        needed = any(name in text for name in NEED_COMPILER for text in sources)
-        return COMPILER if needed and self.exercise.allowed > P2P else ()
+            output = io.FileIO(f"{folder}.txt", "w+")
+            os.chmod(output.name, 0o600)
+            rank = self.ranks[number] = RemoteRank(number, process, output)
+            own = {"rank": number, "user": user, "scratch": str(folder), "output": output.name}
+            rank.tell("job", **self._job(), **own)
+        for number in missing:
+            self.ranks[number].until = time.monotonic() + TO_START
+            self.ranks[number].receive()
 
     def take(self, submission: Submission) -> None:
         """Run another submission on the same processes from now on.
@@ -360,14 +323,11 @@ class SubmissionRanks:
         """
         self.submission = submission
         for rank in self.ranks.values():
-            rank.tell("job", **self._job(rank.number, None, ""))
+            rank.tell("job", **self._job())
 
-    def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
+    def _job(self) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
         return {
-            "rank": rank,
-            "user": user,
-            "scratch": scratch,
             "function": exercise.function,
             "exercise_path": exercise.path,
             "exercise_source": exercise.source,
@@ -378,24 +338,21 @@ class SubmissionRanks:
             "closed": isolation.protection().files,
         }
 
-    def stop(self, numbers: Collection[int] | None = None) -> None:
-        """End the processes of these ranks, or of all."""
-        ending = [self.ranks.pop(n) for n in ([*self.ranks] if numbers is None else numbers)]
+    def stop(self, numbers: Iterable[int]) -> None:
+        """End the processes of these ranks."""
+        ending = [self.ranks.pop(number) for number in numbers]
         for rank in ending:
             kill(rank.process)
         for rank in ending:
-            rank.process.close()
+            rank.close()
         clean_up(rank.number for rank in ending)
-        if self.scratch is not None and not self.ranks:
-            self.scratch.cleanup()
-            self.scratch = None
 
     def run(self, case: Case) -> Trial:
         """Run one case. Of a run that failed, ranks that don't give up at once are ended."""
         try:
             self.start(case.world_size)
         except GradedRunFailed as error:
-            self.stop()
+            self.stop([*self.ranks])
             busy = f"rank {error.rank}'s process did not start, on a machine that is too busy. "
             return not_run(case, GradedRunFailed("not run", f"{busy}Run it again"))
         ranks = [self.ranks[number] for number in range(case.world_size)]
@@ -409,12 +366,13 @@ class SubmissionRanks:
             case.network,
             payload_bytes=PAYLOAD_BYTES,
         )
-        for rank in ranks:
-            rank.read_rest()
         failure = outcome.error
         # what the calls of several ranks together do: no rank's own fault is known
         if failure is not None and how_it_ended(failure) == "failed":
             failure = GradedRunFailed("failed", plain(one_line(failure)))
+        for rank in ranks:
+            if os.fstat(rank.output.fileno()).st_size > MOST_PRINTED:
+                failure = GradedRunFailed("printed", rank=rank.number)
         returned = [rank for rank in ranks if rank.returned]  # others might still have waited
         trial = Trial(
             case=case,
@@ -424,18 +382,14 @@ class SubmissionRanks:
             unwaited=[call for rank in returned for call in rank.unwaited.values()],
             changed=[rank.changed for rank in ranks],
             shared=[rank.shared for rank in ranks],
-            printed=[plain(rank.printed.decode(errors="replace"), MOST_PRINTED) for rank in ranks],
+            printed=[rank.printed() for rank in ranks],
         )
         if failure is not None:
-            self._give_up(ranks, failure)
+            until = 0.0 if ends_all(failure) else time.monotonic() + TO_GIVE_UP
+            for rank in ranks:
+                rank.tell("abort")
+            self.stop([rank.number for rank in ranks if not until or not rank.gives_up(until)])
         return trial
-
-    def _give_up(self, ranks: Sequence[RemoteRank], failure: BaseException) -> None:
-        """Have the ranks end the case that has failed, and end those that don't."""
-        until = 0.0 if ends_all(failure) else time.monotonic() + TO_GIVE_UP
-        for rank in ranks:
-            rank.tell("abort")
-        self.stop([rank.number for rank in ranks if not until or not rank.abort(until)])
 
 
 def not_run(case: Case, error: GradedRunFailed) -> Trial:
