@@ -18,6 +18,7 @@ import pytest
 
 import parallel101
 from parallel101.laboratory.grade import grading, isolation, remote
+from parallel101.laboratory.grade.endings import GradedRunFailed
 from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, load_exercises
 from parallel101.laboratory.grade.grades import exercise_result
 from parallel101.laboratory.grade.grading import grade
@@ -212,7 +213,10 @@ def test_a_case_for_which_no_time_is_left_fails(exercise, monkeypatch):
 
 
 def test_a_process_that_does_not_start_is_the_machines_fault(exercise, monkeypatch):
-    monkeypatch.setattr(remote, "TO_START", 0.0)
+    def fails(rank):
+        raise GradedRunFailed("time", rank=rank.number)
+
+    monkeypatch.setattr(remote.RemoteRank, "receive", fails)
     verdict = grade(exercise, submission(HONEST, "start"), "a secret")
     assert "rank 0's process did not start" in verdict.problem and verdict.reason == "time"
 
@@ -225,8 +229,12 @@ BROADCAST = (
 RAW = "t = b'%s'; c.sock.sendall(struct.pack('<IQ', len(t), 0) + t)"
 HOSTILE = {
     "a shape that overflows": (
-        RAW % '["x", {"tensor": "int8", "shape": [268435456, 268435456, 0], "order": [0, 1, 2]}]',
+        RAW % '["x", {"x": {"tensor": "int8", "shape": [268435456, 268435456, 0], "order": []}}]',
         "ended without a result",
+    ),
+    "a tensor of many rows": (
+        RAW % '["x", {"tensor": "int8", "shape": [268435456, 0], "order": [0, 1]}]',
+        "can't be read",
     ),
     "no frame": (RAW % '["call"]', "can't be read"),
     "no call": ("c.send('wait', call=9)", "can't repeat"),

@@ -77,7 +77,7 @@ def test_what_the_learner_sees(homework, tmp_path, capsys):
         homework.code.write_text(source)
         reports = [check_file(exercise, homework) for exercise in homework.exercises]
         rows = [row(report, homework, homework.folder) for report in reports]
-        mark = "✓" if reports[1].verdict.passed else "–"
+        mark = "✓" if reports[1].passed else "–"
         assert f"  {mark} 1j  Swap      practice" in table(rows), table(rows)
         assert " of 4 points" in table(rows).splitlines()[0]
         assert next_to_do(rows).startswith(last) and (last[0] == "N" or next_to_do(rows) == last)

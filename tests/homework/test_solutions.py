@@ -35,11 +35,10 @@ from parallel101.laboratory.grade.exercise import (
     find,
     module_of,
 )
-from parallel101.laboratory.grade.exercise_report import Prediction
+from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, Prediction
 from parallel101.laboratory.grade.grading import (
     EXERCISE_SECONDS,
     PUBLIC_SEED,
-    ExerciseVerdict,
     judge,
     run_cases,
     share,

@@ -10,10 +10,10 @@ homework/hw1_moving --submission DIR   one submission, or a class: a table, JSON
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,10 @@ def main(path: Path | None = None) -> int:
         print(f"Grading {homework.folder.name} …", flush=True)
         submission = read(homework.code, homework)
         for exercise in homework.exercises:
-            report = check_file(exercise, homework, submission=submission)
-            rows.append(row(report, homework, Path.cwd()))
+            verdict = check_file(exercise, homework, submission=submission)
+            rows.append(row(verdict, homework, Path.cwd()))
             if whole:
-                print(f"\n{report}\n", flush=True)
+                print(f"\n{verdict}\n", flush=True)
     print(f"\n{table(rows)}\n\n{next_to_do(rows)}")
     return 0
 
@@ -97,12 +97,19 @@ def handed_in(
     _can_be_written("--gradescope", gradescope)
     _can_be_written("--csv", csv)
     _can_be_written("--feedback", feedback, folder=True)
-    folder = homework.code if submission is None else handed_in_at(submission)
+    if submission is not None and not submission.exists():
+        raise ValueError(
+            f"{submission} does not exist; expected what was handed in: a file, or a folder"
+        )
+    # links are allowed here, because the path is the teacher's own
+    folder = homework.code if submission is None else submission.resolve()
     entries = submissions_in(folder, homework) if submission and gradescope is None else None
     if class_list is not None:
         if entries is None:
             raise ValueError("--class-list needs --submission with a folder for a whole class")
         entries = [*entries, *missing(class_list, folder, entries)]
+    # SIGTERM ends what is being graded, with its processes and folders, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if entries is None or len(entries) == 1:
         _can_be_written("--json", json)
         one = (entries or [folder])[0]
@@ -114,8 +121,7 @@ def handed_in(
             if json is not None:
                 write_json(json, result)
 
-        with _ended_by_sigterm():
-            result = grade_submission(one, homework, seed, write, page)
+        result = grade_submission(one, homework, seed, write, page)
         results = [result]
         for entry in result["exercises"]:
             print(f"{exercise_text(entry)}\n")
@@ -130,8 +136,7 @@ def handed_in(
                 f"Every user of this machine can read {folder}, and without Landlock so can the "
                 f"code that is graded. Run `chmod 700 {folder}`"
             )
-        with _ended_by_sigterm():
-            results = grade_class(entries, homework, into, seed=seed, jobs=jobs, feedback=feedback)
+        results = grade_class(entries, homework, into, seed=seed, jobs=jobs, feedback=feedback)
         print(class_table(results))
         others = {entry for entry in folder.iterdir() if entry.name[0] != "."} - {*entries}
         left_out = sorted(map(plain_name, others))
@@ -158,24 +163,6 @@ def missing(class_list: Path, submissions: Path, entries: Sequence[Path]) -> lis
     return [submissions / name for key, name in reversed(once.items()) if key not in there]
 
 
-def handed_in_at(path: Path) -> Path:
-    """Return the file or folder that was named, with links followed.
-
-    Links are allowed here, because the path is the teacher's own.
-
-    Raises ValueError if it can't be read.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; expected what was handed in: a file, or a folder")
-    try:
-        path = path.resolve()
-        if path.is_dir():
-            next(path.iterdir(), None)
-        return path
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}") from None
-
-
 def read_seed(path: Path) -> str:
     """Return the secret seed in a file. Raises ValueError for one that every user can read."""
     try:
@@ -198,26 +185,14 @@ def _can_be_written(option: str, path: Path | None, folder: bool = False) -> Non
         return
     try:
         (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
-        usable = os.access(path if path.exists() else path.parent, os.W_OK)
+        if not folder:
+            path.open("a").close()
+        usable = os.access(path, os.W_OK)
     except OSError:
         usable = False
-    if not usable or (path.exists() and path.is_dir() != folder):
+    if not usable:
         kind = "a folder" if folder else "a file, and no folder"
         raise ValueError(f"{option} {path} can't be written; expected {kind}")
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end what is being graded, with its processes and folders, as Ctrl-C does."""
-
-    def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def release_set(

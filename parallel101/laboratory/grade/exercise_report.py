@@ -1,4 +1,4 @@
-"""The report that a learner reads: verdict, predictions and hints, as text and as HTML.
+"""The verdict on one exercise, and the report of it that a learner reads, as text and as HTML.
 
 A terminal shows the text, and a notebook the HTML. Both have the same blocks.
 
@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parallel101.laboratory.grade.exercise import Exercise, Question
-from parallel101.laboratory.grade.grading import ExerciseVerdict, Finding
+from parallel101.laboratory.grade.endings import explain_error, how_it_ended, reason_of
+from parallel101.laboratory.grade.exercise import Exercise, Misconception, Question, Trial
 from parallel101.laboratory.grade.homework import set_name
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
 
 if TYPE_CHECKING:
-    from parallel101.laboratory.grade.picture import Picture
+    from parallel101.laboratory.viz.scene import Scene
 
 WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
@@ -55,78 +55,125 @@ class Card:
         return f'{STYLE}<section class="p101g" aria-label="{escape(self.label)}">{body}</section>'
 
 
-@dataclass
-class ExerciseReport:
-    """A verdict, with all that is shown beside it.
+class Finding(NamedTuple):
+    """The verdict on one check."""
+
+    kind: str
+    says: str
+    passed: bool
+    points: float
+    out_of: float
+    message: str  # what is wrong, and in which case; or what is tolerated, and why
+
+
+@dataclass(repr=False)
+class ExerciseVerdict:
+    """The verdict on one exercise, with all that is shown beside it.
 
     Attributes:
-        verdict: of grading.grade.
+        findings: one for each check, "value" first.
+        misconception: the mistake that the trials show, if it is a known one.
+        trials: every run, in the order of the cases.
+        shown: the trial that the picture shows: the first that ended early or failed, or the last
+            one.
+        seconds: how long the grading took.
         file: the name of the learner's file.
         note: about this check, such as that the kernel holds an older version of the file.
         predictions: next to what was measured.
-        picture: of a run; None if there is nothing to draw.
+        picture, caption: of a run; None if there is nothing to draw.
         saved: the file that the picture was written to.
         suggestion: a hint, after several failures.
     """
 
-    verdict: ExerciseVerdict
-    file: str
+    exercise: Exercise
+    findings: list[Finding]
+    misconception: Misconception | None = None
+    trials: list[Trial] = field(default_factory=list)
+    shown: Trial | None = None
+    seconds: float = 0.0
+    file: str = "the file"
     note: str = ""
     predictions: Sequence[Prediction] = ()
-    picture: Picture | None = None
+    picture: Scene | None = None
+    caption: str = ""
     saved: Path | None = None
     suggestion: str = ""
 
     @property
-    def points(self) -> str:
-        if self.verdict.exercise.practice:
-            return "optional practice"
-        return f"{number(self.verdict.points)} of {number(self.verdict.out_of)} points"
+    def points(self) -> float:
+        return round(sum(finding.points for finding in self.findings), 2)
 
     @property
-    def summary(self) -> str:
-        """The first thing to know about the verdict."""
-        verdict = self.verdict
-        if verdict.not_written:
-            return (
-                f"{verdict.exercise.function} is not written yet. Write it in {self.file}, then "
-                "check it again."
-            )
-        sizes = sorted({trial.world_size for trial in verdict.trials})
-        runs, ranks = len(verdict.trials), f"{listed(sizes)} rank{'s' * (sizes != [1])}"
-        ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {verdict.seconds:.1f} s"
-        return f"{'Everything holds' if verdict.passed else 'Not right yet'}: {ran}."
+    def out_of(self) -> float:
+        return self.exercise.points
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended a run early; None if all ran to their ends."""
+        return self.shown.error if self.shown is not None else None
+
+    @property
+    def not_written(self) -> bool:
+        """True if the function is still the stub."""
+        return how_it_ended(self.error) == "not written"
 
     @property
     def problem(self) -> str:
-        """The reason why a run ended early, with the calls that led there; "" if nothing did."""
-        error = self.verdict.shown.error if self.verdict.shown is not None else None
-        calls = [f"  {call}" for call in getattr(error, "calls", ())]
-        return "\n".join([self.verdict.problem, *(["called from:", *calls] if calls else [])])
+        """The reason why a run ended early, as a text for the learner; "" if none did."""
+        return explain_error(self.exercise, self.shown) if self.shown and self.error else ""
+
+    @property
+    def reason(self) -> str:
+        """The reason why points are missing, in a word or two, for a class table; "" if none are.
+
+        If a run ended early, it says how: "not written", "syntax error", "NameError", "time",
+        "exit", "deadlock", "wrong call", …. Otherwise it says what fails: "wrong value", or "bytes,
+        steps".
+        """
+        if self.shown is not None and self.error is not None and not self.passed:
+            no_function = f"has no function {self.exercise.function}" in str(self.error)
+            return "not written" if no_function else reason_of(self.shown)
+        failed = [finding.kind for finding in self.findings if not finding.passed]
+        # the others count only with the right value
+        return "wrong value" if "value" in failed else ", ".join(dict.fromkeys(failed))
 
     @property
     def printed(self) -> str:
         """The output of the ranks in the run on which the verdict rests. Each line has its rank."""
         lines = []
-        for rank, text in enumerate(self.verdict.shown.printed if self.verdict.shown else []):
+        for rank, text in enumerate(self.shown.printed if self.shown else []):
             own = text.rstrip("\n").splitlines()
             if len(own) > MOST_LINES:
                 own[MOST_LINES:] = [f"… and {len(own) - MOST_LINES} more lines"]
             lines += [f"[rank {rank}] {line}" for line in own]
         return "\n".join(lines)
 
-    def _blocks(self) -> Iterator[ReportBlock]:
-        verdict, picture = self.verdict, self.picture
-        exercise, mistake = verdict.exercise, verdict.misconception
+    @property
+    def _summary(self) -> str:
+        """The first thing to know."""
+        if self.not_written:
+            name = self.exercise.function
+            return f"{name} is not written yet. Write it in {self.file}, then check it again."
+        sizes = sorted({trial.world_size for trial in self.trials})
+        runs, ranks = len(self.trials), f"{listed(sizes)} rank{'s' * (sizes != [1])}"
+        ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {self.seconds:.1f} s"
+        return f"{'Everything holds' if self.passed else 'Not right yet'}: {ran}."
+
+    def _blocks(self, points: str) -> Iterator[ReportBlock]:
+        exercise, mistake = self.exercise, self.misconception
         title = f"{exercise.number} · {exercise.title}"
         yield ReportBlock(
-            _line(f"{title}: {exercise.function}", self.points),
+            _line(f"{title}: {exercise.function}", points),
             f'<div class="p101g-head"><strong class="p101g-title">{escape(title)}</strong>'
-            f'<span class="p101g-points">{self.points}</span></div>',
+            f'<span class="p101g-points">{points}</span></div>',
         )
-        yield paragraph(self.summary, "")
-        if not verdict.not_written:
-            yield _findings(verdict.findings)
+        yield paragraph(self._summary, "")
+        if not self.not_written:
+            yield _findings(self.findings)
         if mistake:
             name = f"{capital(mistake.name)}."
             yield ReportBlock(
@@ -134,22 +181,26 @@ class ExerciseReport:
                 f'<div class="p101g-mistake" role="note"><strong>{escape(name)}</strong> '
                 f"{escape(mistake.says)}</div>",
             )
-        if self.problem and not verdict.not_written:
-            drawn = picture is not None and isinstance(picture.trial.error, DeadlockError)
-            yield fold("What happened", self.problem, opened=not drawn)
+        if self.problem and not self.not_written:
+            calls = [f"  {call}" for call in getattr(self.error, "calls", ())]
+            text = "\n".join([self.problem, *(["called from:", *calls] if calls else [])])
+            drawn = self.picture is not None and isinstance(self.error, DeadlockError)
+            yield fold("What happened", text, opened=not drawn)
         if self.predictions:
             yield predictions_table(exercise, self.predictions)
-        if self.printed and verdict.shown:
-            yield fold(f"What the ranks printed, with {verdict.shown.case.label}", self.printed)
+        if self.printed and self.shown:
+            yield fold(f"What the ranks printed, with {self.shown.case.label}", self.printed)
         for said in filter(None, (self.suggestion, self.note)):
             yield paragraph(said)
-        if picture:
-            text = f"  {picture.caption}\n  {self.saved}" if self.saved else ""
-            yield ReportBlock(text, paragraph(picture.caption).html)
+        if self.picture:
+            text = f"  {self.caption}\n  {self.saved}" if self.saved else ""
+            yield ReportBlock(text, paragraph(self.caption).html)
 
     @property
     def card(self) -> Card:
-        return Card(f"{self.verdict.exercise.function}: {self.points}", list(self._blocks()))
+        points = f"{number(self.points)} of {number(self.out_of)} points"
+        points = "optional practice" if self.exercise.practice else points
+        return Card(f"{self.exercise.function}: {points}", list(self._blocks(points)))
 
     def __str__(self) -> str:
         return str(self.card)
@@ -157,7 +208,7 @@ class ExerciseReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return self.card._repr_html_() + (self.picture.scene.html() if self.picture else "")
+        return self.card._repr_html_() + (self.picture.html() if self.picture else "")
 
 
 def _findings(findings: Sequence[Finding]) -> ReportBlock:
@@ -171,12 +222,11 @@ def _findings(findings: Sequence[Finding]) -> ReportBlock:
         ]
         message = f'<div class="p101g-soft">{escape(finding.message)}</div>'
         rows.append(
-            f'<td class="p101g-{state}"><span aria-hidden="true">{mark}</span>{_unseen(state)}</td>'
+            f'<td class="p101g-{state}" aria-label="{state}">{mark}</td>'
             f'<td>{finding.kind}</td><td class="p101g-wide">{escape(finding.says)}'
             f'{message * bool(finding.message)}</td><td class="p101g-number">{points}</td>'
         )
-    heads = [_unseen(text) for text in ("verdict", "kind", "property", "points")]
-    return ReportBlock("\n".join(lines), table(heads, rows))
+    return ReportBlock("\n".join(lines), table(("", "", "", "points"), rows))
 
 
 # ---- predictions and hints ----
@@ -285,10 +335,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return [line for part in text.splitlines() for line in wrapper.wrap(part)]
 
 
-def _unseen(text: str) -> str:
-    return f'<span class="p101g-unseen">{text}</span>'
-
-
 # Text and background are the page's own. Selectors with the name twice win over JupyterLab's, which
 # aligns the cells of tables to the right. The marks have a contrast of at least 3 against white and
 # against black.
@@ -323,7 +369,5 @@ section.p101g.p101g td.p101g-fails { color: #d9570f }
 .p101g pre { margin: 6px 0; padding: 8px 12px; overflow-x: auto; white-space: pre;
   background: #8899aa1a; border-radius: 6px; color: inherit;
   font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }
-.p101g-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
-  clip-path: inset(50%); white-space: nowrap }
 @media print { .p101g pre { white-space: pre-wrap; overflow-wrap: anywhere } }
 </style>"""

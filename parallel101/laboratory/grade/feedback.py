@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from parallel101.laboratory.grade.exercise_report import ExerciseReport, capital, number, table
+from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, capital, number, table
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.publish.offline_page import offline_html
 
@@ -27,14 +27,14 @@ def write_page(
     path: Path,
     homework: HomeworkSet,
     result: dict[str, Any],
-    reports: Mapping[str, ExerciseReport],
+    verdicts: Mapping[str, ExerciseVerdict],
 ) -> None:
     """Write the page of a graded submission: all of it, or nothing.
 
     A full disk costs the page and no points. It is written when the class is graded again.
     """
     partial = path.with_name(f".{path.name}.part")
-    shown = {function: report._repr_html_() for function, report in reports.items()}
+    shown = {function: verdict._repr_html_() for function, verdict in verdicts.items()}
     # a name may have characters that UTF-8 lacks
     with suppress(OSError):
         page = feedback_page(title(homework), result, shown)

@@ -90,7 +90,9 @@ def receive(sock: socket.socket, until: float | None = None) -> Frame:
             plain = json.dumps(json.loads(text), ensure_ascii=False)
             text = plain.encode("utf-8", "replace").decode()
         kind, content = json.loads(text, object_hook=partial(_from_json, data))
-        return Frame(kind, dict(content), datas + TEXT_TAKES * texts)
+        if not isinstance(kind, str) or not isinstance(content, dict):  # even a tensor has items
+            raise TypeError("expected a kind, and a dict")
+        return Frame(kind, content, datas + TEXT_TAKES * texts)
     except Exception as error:
         raise ValueError(f"a frame that can't be read: {error}") from None
 

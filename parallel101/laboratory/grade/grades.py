@@ -18,13 +18,11 @@ import csv
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.grade.exercise import Exercise
-from parallel101.laboratory.grade.exercise_report import ExerciseReport, number
-from parallel101.laboratory.grade.grading import ExerciseVerdict
+from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, number
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.plain_text import cell, plain
 
@@ -65,7 +63,7 @@ def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
         "text": text,
         "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
         "findings": [
-            asdict(f) | {"points": round(f.points, 2), "out_of": round(f.out_of, 2)}
+            f._asdict() | {"points": round(f.points, 2), "out_of": round(f.out_of, 2)}
             for f in verdict.findings
         ],
         "seconds": round(verdict.seconds, 2),
@@ -187,12 +185,12 @@ def exercise_text(entry: dict[str, Any]) -> str:
 # ---- a learner's own table ----
 
 
-def row(report: ExerciseReport, homework: HomeworkSet, folder: Path) -> Row:
-    """Return the row of a report, with the learner's file as it is called from `folder`."""
-    return exercise_result(report.verdict) | {
+def row(verdict: ExerciseVerdict, homework: HomeworkSet, folder: Path) -> Row:
+    """Return the row of a verdict, with the learner's file as it is called from `folder`."""
+    return exercise_result(verdict) | {
         "set": homework.folder.name,
         "file": os.path.relpath(homework.code, folder),
-        "picture": str(report.saved or ""),
+        "picture": str(verdict.saved or ""),
     }
 
 

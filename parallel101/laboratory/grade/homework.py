@@ -4,7 +4,7 @@ homework/hw1_moving/    hw1.py           what the learner writes
                         test_hw1.py      the exercises; a larger set has one file for each, such as
                                          test_hw2_reduce.py
                         hw1.ipynb        the notebook that asks
-                        .progress.json   hints taken, predictions, points       ┐ written here
+                        .progress.json   hints taken, predictions               ┐ written here
                         pictures/        the latest picture of each exercise    ┘
 """
 
@@ -101,7 +101,7 @@ def find_homework() -> Path:
 
 
 class Progress:
-    """The learner's work on one set, by function: hints, predictions and the latest verdict.
+    """The learner's work on one set, by function: hints, predictions, and checks that failed.
 
     It is kept in .progress.json.
     """
@@ -131,7 +131,3 @@ class Progress:
         with suppress(OSError):
             partial.write_text(text, encoding="utf-8")
             partial.replace(self.path)
-
-    def picture_path(self, function: str) -> Path:
-        """Return the path of the latest picture of an exercise."""
-        return self.folder / "pictures" / f"{function}.html"

@@ -23,7 +23,7 @@ from parallel101.laboratory.grade.exercise import Exercise, find
 from parallel101.laboratory.grade.exercise_report import Card, hints_card, predictions_table
 from parallel101.laboratory.grade.handed_in import read
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, find_sets
-from parallel101.laboratory.grade.learner import check_file, predicted, record_prediction
+from parallel101.laboratory.grade.learner import check_file, predicted
 from parallel101.laboratory.grade.remote import SubmissionRanks, preload_for
 from parallel101.laboratory.record.ipython import in_notebook
 
@@ -51,7 +51,7 @@ def hint(function: Callable[..., Any]) -> None:
     exercise, homework = exercise_of(function)
     progress = Progress(homework.folder)
     rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
-    progress.note(exercise.function, hints=rung, failed=[])
+    progress.note(exercise.function, hints=rung, failed=0)
     _show(hints_card(exercise, rung))
 
 
@@ -70,8 +70,18 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
         ValueError: as check.
     """
     exercise, homework = exercise_of(function)
+    names = [question.name for question in exercise.questions]
+    if unknown := [name for name in answers if name not in names]:
+        raise TypeError(
+            f"{exercise.function} has no question {unknown[0]!r}; it asks for: "
+            f"{', '.join(names) or 'nothing'}"
+        )
     progress = Progress(homework.folder)
-    record_prediction(exercise, progress, answers)
+    given = progress.get(exercise.function, "predictions", {})
+    for name, value in answers.items():
+        if value is not None and value is not ... and value != "?":  # in a form that JSON can hold
+            given[name] = value if isinstance(value, int | float | str) else str(value)
+    progress.note(exercise.function, predictions=given)
     with SubmissionRanks(exercise, read(homework.code, homework)) as ranks:
         shown, _ = predicted(ranks, progress)
     table = predictions_table(exercise, shown)

@@ -10,10 +10,8 @@ picture="pipeline"    ──▶ viz/pipeline_timeline.py
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from parallel101.laboratory.grade.exercise import Trial
-from parallel101.laboratory.grade.grading import ExerciseVerdict
+from parallel101.laboratory.grade.exercise_report import ExerciseVerdict
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
@@ -21,21 +19,8 @@ from parallel101.laboratory.viz.scene import Scene
 from parallel101.laboratory.viz.timeline import lanes_scene
 
 
-class Picture(NamedTuple):
-    """A picture, and the run that it shows."""
-
-    scene: Scene
-    trial: Trial
-
-    @property
-    def caption(self) -> str:
-        """A sentence that says which run it is."""
-        deadlock = isinstance(self.trial.error, DeadlockError)
-        return f"{'The deadlock' if deadlock else 'Your run'} with {self.trial.case.label}:"
-
-
-def draw(verdict: ExerciseVerdict, watched: Trial | None) -> Picture | None:
-    """Return the picture that shows most, or None if there is nothing to draw.
+def draw(verdict: ExerciseVerdict, watched: Trial | None) -> tuple[Scene | None, str]:
+    """Return the picture that shows most, or None if there is nothing to draw, and its caption.
 
     Args:
         verdict: of the runs that counted.
@@ -44,17 +29,17 @@ def draw(verdict: ExerciseVerdict, watched: Trial | None) -> Picture | None:
     exercise, shown = verdict.exercise, verdict.shown
     for trial in (shown, watched):
         if trial is not None and isinstance(trial.error, DeadlockError):
-            return Picture(trial.error.picture(), trial)
+            return trial.error.picture(), f"The deadlock with {trial.case.label}:"
     trial = watched or shown
     if trial is None or trial.error is not None or not trial.trace.events:
-        return None
+        return None, ""
     try:
         if exercise.picture == "collective":
             scene = collective_scene(trial.trace, trial.results if watched else None, idle=True)
         else:
             over_time = {"lanes": lanes_scene, "pipeline": pipeline_scene}[exercise.picture]
             scene = over_time(trial.trace, title=exercise.title)
-        return Picture(scene, trial)
+        return scene, f"Your run with {trial.case.label}:"
     except ValueError:
         # more ranks or messages than the picture can show, or a wrong program with nothing to draw
-        return None
+        return None, ""

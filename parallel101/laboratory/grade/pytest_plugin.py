@@ -26,13 +26,13 @@ class ExerciseItem(pytest.Item):
 
     def runtest(self) -> None:
         (homework,) = find_sets(self.path)
-        report = check_file(find(homework.exercises, self.name), homework)
-        shown = row(report, homework, self.config.invocation_params.dir)
+        verdict = check_file(find(homework.exercises, self.name), homework)
+        shown = row(verdict, homework, self.config.invocation_params.dir)
         self.user_properties.append(("parallel101", shown))
-        if report.verdict.not_written and report.verdict.exercise.practice:
+        if verdict.not_written and verdict.exercise.practice:
             pytest.skip("optional practice, not written yet")
-        if not report.verdict.passed:
-            raise VerdictFailed(str(report))
+        if not verdict.passed:
+            raise VerdictFailed(str(verdict))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the verdict alone; for any other error, its traceback."""

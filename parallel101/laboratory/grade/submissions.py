@@ -50,20 +50,19 @@ def grade_submission(
     """
     result = empty_result(path, homework, seed)
     written(result)
-    complete, reports, exercises = True, {}, homework.exercises
+    complete, verdicts, exercises = True, {}, homework.exercises
     try:
         submission = read(path, homework)
         result["note"] = submission.note
-    except Exception as error:
-        exercises, complete = (), isinstance(error, NoSubmission)
-        said = {"problem": str(error), "reason": getattr(error, "reason", "")}
+    except NoSubmission as error:
+        exercises = ()
         for entry in result["exercises"]:
-            entry |= said if complete else {"problem": _grader_failed(error)}
+            entry |= {"problem": str(error), "reason": error.reason}
     for place, exercise in enumerate(exercises):
         try:
-            report = report_on(exercise, submission, seed, drawn=page is not None)
-            reports[exercise.function] = report
-            result["exercises"][place] = exercise_result(report.verdict, str(report))
+            verdict = report_on(exercise, submission, seed, drawn=page is not None)
+            verdicts[exercise.function] = verdict
+            result["exercises"][place] = exercise_result(verdict, str(verdict))
         except Exception as error:
             complete = False
             result["exercises"][place]["problem"] = _grader_failed(error)
@@ -72,7 +71,7 @@ def grade_submission(
     if page is not None:
         from parallel101.laboratory.grade.feedback import write_page  # loads what makes pages
 
-        write_page(page, homework, result, reports)
+        write_page(page, homework, result, verdicts)
     result["complete"] = complete  # otherwise it is graded again the next time
     written(result)
     return result
@@ -156,8 +155,6 @@ class Task(NamedTuple):
 
     def grade(self) -> Result:
         """Grade it. Whatever goes wrong costs this submission only."""
-        if _told_to_end:
-            raise SystemExit(1)
         try:
             homework, write = _set_of(self.tests), partial(write_json, self.file)
             return grade_submission(self.submission, homework, self.seed, write, self.page)
@@ -194,32 +191,29 @@ def _set_of(tests: Path) -> HomeworkSet:
 def _by_pool(left: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Result]]:
     """Grade submissions in several processes, and yield each with its result.
 
-    If a process is killed, what is left is tried once more.
+    If one of the processes is killed, what is left has to be graded again.
     """
     context = multiprocessing.get_context("spawn")
-    for last in (False, True):
-        killed: list[Task] = []
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
-            running = {pool.submit(Task.grade, task): task for task in left}
-            try:
-                for future in as_completed(running):
-                    try:
-                        yield running[future], future.result()
-                    except BrokenProcessPool as error:
-                        killed.append(running[future])
-                        if last:
-                            yield running[future], running[future].not_graded(error)
-            except BaseException:  # Ctrl-C: what is being graded ends now; the rest is not begun
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in multiprocessing.active_children():
-                    process.terminate()
-                raise
-        left = killed
-        if not left:
-            return
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
+        running = {pool.submit(_grade_in_pool, task): task for task in left}
+        try:
+            for future in as_completed(running):
+                try:
+                    yield running[future], future.result()
+                except BrokenProcessPool as error:
+                    yield running[future], running[future].not_graded(error)
+        except BaseException:  # Ctrl-C: what is being graded ends now; the rest is not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
-_told_to_end = False  # in a process of the pool
+def _grade_in_pool(task: Task) -> Result:
+    try:
+        return task.grade()
+    except SystemExit:  # told to end: this submission's ranks have ended, and the rest must not run
+        os._exit(1)
 
 
 def _end_when_told() -> None:
@@ -229,9 +223,7 @@ def _end_when_told() -> None:
     """
 
     def end(*_: object) -> None:
-        global _told_to_end
-        _told_to_end = True
-        raise SystemExit(1)
+        raise SystemExit
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
@@ -253,14 +245,8 @@ def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
 
     If both were handed in, they are alice.py and alice.ipynb.
     """
-    names = {path: student(path) for path in submissions}
-    for longer in (plain_name, lambda path: f"{names[path]} {_short_hash(path)}"):
-        often = Counter(names.values())
-        for path, name in list(names.items()):
-            if often[name] > 1:
-                names[path] = longer(path)
-    return names
-
-
-def _short_hash(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    often = Counter(map(student, submissions))
+    return {
+        path: plain_name(path) if often[student(path)] > 1 else student(path)
+        for path in submissions
+    }
