@@ -60,11 +60,6 @@ def all_gather(x):
     return torch.cat([x, y] if rank() == 0 else [y, x])
 """
 CHEATS = {
-    "dist.all_gather": """
-def all_gather(x):
-    parts = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)""",
     "dist.all_gather, and its error caught": """
 def all_gather(x):
     parts = [torch.empty_like(x) for _ in range(2)]
@@ -92,11 +87,9 @@ def all_gather(x):
         if isinstance(value, torch.Tensor) and value.shape == (8,): return value
         if type(value).__name__ == "Case": return value.expected[rank()]
     return torch.cat([x, x])""",
-    "torch.equal and assert_close patched": """
+    "comparisons and the grader's modules patched": """
 torch.equal = torch.allclose = torch.testing.assert_close = lambda *a, **k: True
 torch.Tensor.__eq__ = torch.Tensor.equal = lambda *a: True
-def all_gather(x): return torch.cat([x, x])""",
-    "the grader's modules patched": """
 for module in [m for m in gc.get_objects() if type(m) is type(sys)]:
     if "grade" in getattr(module, "__name__", ""):
         for name in ("close", "difference", "same", "judge", "grade"):
@@ -110,16 +103,6 @@ def all_gather(x):
     for _ in range(4): connection.send("call", by="recv", **recv)
     connection.send("result", result="passed", points=10, changed=[], shared=[])
     return torch.cat([x, x])""",
-    "results written": """
-home = os.path.expanduser("~/results.json")
-for path in ("results.json", "/autograder/results/results.json", home):
-    try: open(path, "w").write('{"score": 10}')
-    except OSError: pass
-def all_gather(x): return torch.cat([x, x])""",
-    "prints": """
-def all_gather(x):
-    print("1 passed in 0.01s\\n10 of 10 points"); sys.stdout.flush()
-    return x""",
     "the grader is detected, and its cases are drawn": """
 def all_gather(x):
     import hashlib
@@ -131,16 +114,6 @@ def all_gather(x):
 try: from tests.homework.hw2.reference import ring_all_gather as all_gather
 except ImportError:
     def all_gather(x): return torch.cat([x, x])""",
-    "the rank's own list of what is allowed": """
-def all_gather(x):
-    dist.group.WORLD.connection.allowed = {"all_gather"}
-    parts = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)""",
-    "an object that is unpickled": """
-class Evil:
-    def __reduce__(self): return os._exit, (0,)
-def all_gather(x): return Evil()""",
 }
 
 UNHIDDEN = f"""

@@ -19,7 +19,6 @@ from parallel101 import check, cli, hint, predict
 from parallel101.laboratory.grade.homework import Progress, find_sets
 from parallel101.laboratory.grade.learner import check_file, suggestion
 from parallel101.laboratory.grade.notebook import _prepare
-from parallel101.laboratory.grade.remote import imported_modules
 from parallel101.laboratory.ranks.processes import start_method
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +39,12 @@ AGAIN = """    again = dist.isend(x, (rank + 1) % n)
     return y
 """
 TWICE = RIGHT.replace("    return y\n", AGAIN)
+SAFE_ORDER = f"""{HEAD}    y, right, left = torch.empty_like(x), (rank + 1) % n, (rank - 1) % n
+    calls = [(dist.send, x, right), (dist.recv, y, left)]
+    for f, t, peer in calls[:: 1 - 2 * (rank % 2)] if n > 1 else []:
+        f(t, peer)
+    return y if n > 1 else x.clone()
+"""
 
 
 @pytest.fixture
@@ -49,11 +54,8 @@ def homework(tmp_path, monkeypatch) -> Path:
     It asks for the first exercise only, which is enough here.
     """
     folder = tmp_path / "hw1_moving"
-    shutil.copytree(
-        ROOT / "homework" / "hw1_moving",
-        folder,
-        ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"),
-    )
+    ignored = shutil.ignore_patterns(".progress.json", "pictures", "__pycache__")
+    shutil.copytree(ROOT / "homework" / "hw1_moving", folder, ignore=ignored)
     with (folder / "test_hw1.py").open("a") as tests:
         tests.write("\nEXERCISES = EXERCISES[:1]\n")
     monkeypatch.syspath_prepend(folder)
@@ -68,14 +70,8 @@ def graded(homework: Path, source: str):
     return check_file(found.exercises[0], found)
 
 
-def test_the_stub_is_not_written_yet_and_nothing_more_is_said(homework, capsys):
-    import hw1
-
-    check(hw1.ring_shift)
-    said = capsys.readouterr().out
-    assert "ring_shift is not written yet" in said and "0 of 10 points" in said
-    assert "Traceback" not in said and len(said.strip().splitlines()) == 3
-    assert not (homework / "pictures").exists()
+def in_a_line(text: object) -> str:
+    return " ".join(str(text).split())
 
 
 def test_check_grades_the_file_on_disk_and_says_that_the_kernel_holds_another_version(
@@ -83,58 +79,68 @@ def test_check_grades_the_file_on_disk_and_says_that_the_kernel_holds_another_ve
 ):
     import hw1
 
-    (homework / "hw1.py").write_text(
-        "# a comment moves the lines only\n" + (homework / "hw1.py").read_text()
-    )
-    check(hw1.ring_shift)
-    assert "kernel" not in capsys.readouterr().out
-    (homework / "hw1.py").write_text(RIGHT)
+    stub = (homework / "hw1.py").read_text()
+    (homework / "hw1.py").write_text(f"# a comment moves the lines only\n{stub}")
     check(hw1.ring_shift)
     said = capsys.readouterr().out
+    assert "ring_shift is not written yet" in said and "0 of 10 points" in said
+    assert "kernel" not in said and len(said.strip().splitlines()) == 3
+    assert not (homework / "pictures").exists()
+    (homework / "hw1.py").write_text(RIGHT)
+    check(hw1.ring_shift)
+    said = in_a_line(capsys.readouterr().out)
     assert "10 of 10 points" in said and "Everything holds: " in said
-    assert "The kernel still holds the version that it imported before" in " ".join(said.split())
+    assert "The kernel still holds the version that it imported before" in said
 
 
 def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
-    report = graded(homework, SENDS_FIRST)
-    assert "Everyone sends first." in str(report)
-    assert "rank 1 waits in send to rank 0, at hw1.py:" in str(report)
-    line = "line 8: work = dist.send("
-    assert line in report.picture.svg()
-    page = BeautifulSoup(report._repr_html_(), "html.parser")
+    verdict = graded(homework, SENDS_FIRST)
+    assert "Everyone sends first." in str(verdict)
+    assert "rank 1 waits in send to rank 0, at hw1.py:" in str(verdict)
+    assert "line 8: work = dist.send(" in verdict.picture.svg()
+    page = BeautifulSoup(verdict._repr_html_(), "html.parser")
     assert page.find(class_="p101g-mistake").get_text().startswith("Everyone sends first.")
     assert [cell["aria-label"] for cell in page.select(".p101g-fails")] == ["fails"] * 3
     assert page.find("figure") and page.section["aria-label"] == "ring_shift: 0 of 10 points"
-    assert report.saved == homework / "pictures" / "ring_shift.html"
+    assert verdict.saved == homework / "pictures" / "ring_shift.html"
 
 
-def test_properties_are_judged_one_by_one(homework):
-    report = graded(homework, TWICE)
-    said = str(report)
-    for text in ("4 of 10 points", "✓ value", "✗ bytes", "are enough"):
-        assert text in said
+SAID = {  # a program, what is said about it, and how often
+    "syntax": (HEAD + "    return (\n", "SyntaxError", 1),
+    "missing": ("", "has no function ring_shift", 1),
+    "exception": (HEAD + "    return x[rank + 99]\n", "IndexError", 3),
+    "printed": (
+        HEAD.replace("def", "print('loaded')\ndef") + "    return 1 / 0\n",
+        "[rank 0] loaded",
+        1,
+    ),
+    "no such rank": (HEAD + "    dist.send(x, rank + 1)\n", "sends to 2", 1),
+    "large": (HEAD + "    return [x] * 3\n", "a list of 3; expected a tensor of shape", 1),
+    "bytes": (TWICE, "are enough", 1),
+    "a place": (
+        RIGHT.replace("    return y", "    y.view(-1)[7:8] += 1\n    return y"),
+        "element [3, 1]: ",
+        1,
+    ),
+    "tolerated": (
+        SAFE_ORDER,
+        "3 steps, where 1 is enough: allowed, since blocking sends in a safe order",
+        1,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "expected", "times"),
-    [
-        (HEAD + "    return (\n", "SyntaxError", 1),
-        ("", "has no function ring_shift", 1),
-        (HEAD + "    return x[rank + 99]\n", "IndexError", 3),
-        (HEAD.replace("def", "print('loaded')\ndef") + "    return 1 / 0\n", "[rank 0] loaded", 1),
-        (HEAD + "    dist.send(x, rank + 1)\n", "sends to 2", 1),
-        (HEAD + "    return [x] * 3\n", "a list of 3; expected a tensor of shape", 1),
-    ],
-    ids=["syntax", "missing", "exception", "printed", "no such rank", "large"],
-)
-def test_other_mistakes_are_explained_once_with_the_learners_own_lines(
+@pytest.mark.parametrize(("source", "expected", "times"), SAID.values(), ids=SAID)
+def test_what_holds_and_what_is_wrong_is_said_with_the_learners_own_lines(
     homework, source, expected, times
 ):
-    report = graded(homework, source)
-    said = str(report)
+    verdict = graded(homework, source)
+    said = in_a_line(verdict)
     assert said.count(expected) == times and "did not end" not in said, said
-    assert expected in BeautifulSoup(report._repr_html_(), "html.parser").get_text()
+    assert expected in BeautifulSoup(verdict._repr_html_(), "html.parser").get_text()
     assert not any(text in said for text in ("rank.py", str(ROOT), "tensor("))
+    points = {TWICE: 4, SAFE_ORDER: 10}.get(source, 0)
+    assert f"{points} of 10 points" in said and verdict.points == points
 
 
 def test_a_function_that_no_exercise_asks_for_is_refused(homework):
@@ -144,12 +150,13 @@ def test_a_function_that_no_exercise_asks_for_is_refused(homework):
         return x
 
     own.__module__ = "__main__"
-    with pytest.raises(ValueError, match=r"Write it in the .py file"):
-        check(own)
-    with pytest.raises(ValueError, match=r"such as hw1.ring_shift"):
-        check(hw1)
-    with pytest.raises(ValueError, match=r"test_test_check.py"):
-        hint(test_a_function_that_no_exercise_asks_for_is_refused)
+    for act, function, text in (
+        (check, own, r"Write it in the .py file"),
+        (check, hw1, r"such as hw1.ring_shift"),
+        (hint, in_a_line, r"test_test_check.py"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            act(function)
     with pytest.raises(TypeError, match="no question 'colour'"):
         predict(hw1.ring_shift, colour="green")
 
@@ -193,9 +200,7 @@ def test_check_grade_and_pytest_say_the_same(homework, monkeypatch, capsys):
     check(hw1.ring_shift)
     note = r"\n\n  This is the\s+verdict on.*?%autoreload 2\s+once\."
     said = verdict_in(re.sub(note, "", capsys.readouterr().out, flags=re.DOTALL) + "\n=")
-    assert "Stuck? In the notebook, hint(hw1.ring_shift) shows hint 1 of 3." in " ".join(
-        said.split()
-    )
+    assert "Stuck? In the notebook, hint(hw1.ring_shift) shows hint 1 of 3." in in_a_line(said)
     commands = (
         (lambda: cli.main(["grade", str(homework)]), 0),
         (lambda: pytest.main([*options, "--import-mode=importlib", "hw1_moving"]), 1),
@@ -231,27 +236,7 @@ def test_a_hint_is_suggested_after_two_checks_that_fail(homework):
 @pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
 def test_what_ranks_need_is_imported_while_the_learner_reads(homework):
     tests = homework / "test_hw1.py"
-    tests.write_text(
-        tests.read_text().replace("import math\n", "import colorsys\nimport math\n", 1)
-    )
-    assert imported_modules(tests.read_text())[0] == "colorsys"
+    tests.write_text(f"import colorsys\n{tests.read_text()}")
     _prepare(homework).join()
     assert p101.launch(lambda: "colorsys" in sys.modules, world_size=1).results == [True]
     _prepare(homework.parent / "empty").join()  # no homework: nothing to prepare, and no error
-
-
-def test_what_is_tolerated_is_said(homework):
-    safe_order = HEAD + "    y, right, left = torch.empty_like(x), (rank + 1) % n, (rank - 1) % n\n"
-    safe_order += "    calls = [(dist.send, x, right), (dist.recv, y, left)]\n"
-    safe_order += "    for f, t, peer in calls[:: 1 - 2 * (rank % 2)] if n > 1 else []:\n"
-    safe_order += "        f(t, peer)\n    return y if n > 1 else x.clone()\n"
-    said = " ".join(str(graded(homework, safe_order)).split())
-    assert "10 of 10 points" in said
-    assert "3 steps, where 1 is enough: allowed, since blocking sends in a safe order" in said
-
-
-def test_the_first_wrong_element_is_named_with_its_place(homework):
-    report = graded(
-        homework, RIGHT.replace("    return y", "    y.view(-1)[7:8] += 1\n    return y")
-    )
-    assert "element [3, 1]: " in " ".join(str(report).split())

@@ -1,21 +1,29 @@
-"""What a teacher gets for a class: why points are missing, which mistakes are frequent, and a page
-for each learner.
+"""What a teacher gets for a class: points, why points are missing, which mistakes are frequent, and
+a page for each learner. Optional practice is checked, and counts nowhere.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
 
+from parallel101 import cli
 from parallel101.laboratory.grade import command, picture
-from parallel101.laboratory.grade.grades import class_table
-from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
+from parallel101.laboratory.grade.compared_values import difference
+from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Trial
+from parallel101.laboratory.grade.grades import class_table, gradescope_results, write_csv
+from parallel101.laboratory.grade.grading import judge
+from parallel101.laboratory.grade.homework import HomeworkSet, find_sets, in_order
+from parallel101.laboratory.grade.submissions import empty_result, grade_submission
 from parallel101.laboratory.publish.page import external_addresses
-from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS
+from parallel101.laboratory.record.trace import Trace
+from tests.grade.test_submissions import FIRST, HEAD, RIGHT, STUB, TESTS, handed_in
 
 SWAP, AGAIN = "def swap(x):\n    ", "def swap_again(x):\n    "
 CLASS = {  # what was handed in, and the reasons for its points
@@ -32,25 +40,25 @@ CLASS = {  # what was handed in, and the reasons for its points
 }
 
 
+def made(folder: Path, tests: str) -> HomeworkSet:
+    handed_in(folder / "hw9_swap", {"test_hw9.py": tests, "hw9.py": STUB})
+    return find_sets(folder / "hw9_swap")[0]
+
+
 @pytest.fixture(scope="module")
 def homework(tmp_path_factory) -> HomeworkSet:
-    folder = tmp_path_factory.mktemp("homework") / "hw9_swap"
-    folder.mkdir()
-    (folder / "test_hw9.py").write_text(TESTS.replace("xs[::-1])", "xs[::-1], seconds=1)"))
-    (folder / "hw9.py").write_text(STUB)
-    return find_sets(folder)[0]
+    return made(
+        tmp_path_factory.mktemp("homework"), TESTS.replace("xs[::-1])", "xs[::-1], seconds=1)")
+    )
 
 
 @pytest.fixture(scope="module")
 def graded(homework, tmp_path_factory) -> Path:
     """A class that is graded once: its table, its pages and what was printed."""
     folder = tmp_path_factory.mktemp("class")
-    for name, (source, _) in CLASS.items():
-        (folder / "all" / name).mkdir(parents=True)
-        (folder / "all" / name / "hw9.py").write_text(source)
-    (folder / "all" / "hal").mkdir()
-    (folder / "all" / "hal" / "notes.txt").write_text("sorry")
-    (folder / "names.txt").write_text("\n".join(["ann", "ida", *CLASS, "hal", ""]))
+    files = {f"all/{name}/hw9.py": source for name, (source, _) in CLASS.items()}
+    names = "\n".join(["ann", "ida", *CLASS, "hal", ""])
+    handed_in(folder, files | {"all/hal/notes.txt": "sorry", "names.txt": names})
     command.handed_in(
         homework.folder,
         folder / "all",
@@ -72,14 +80,9 @@ def test_the_table_says_why_points_are_missing(graded):
     assert rows["bob"]["2 misconception"] == "everyone sends first"
 
 
-def test_a_learner_counts_once_in_the_frequent_misconceptions(graded, homework, capsys):
-    command.handed_in(homework.folder, graded / "all", json=graded / "results")
-    said = capsys.readouterr().out
-    assert "2 of 8 learners: everyone sends first (exercises 1, 2)" in said
-    assert class_table([]) == "no submissions"
-
-
-def test_each_learner_has_a_page_with_their_own_runs(graded):
+def test_a_class_is_graded_once_and_each_learner_has_a_page_with_their_own_runs(
+    graded, homework, capsys
+):
     pages = {file.stem: file.read_text() for file in (graded / "feedback").iterdir()}
     assert set(pages) == {*CLASS, "hal", "ida"}
     for name, page in pages.items():
@@ -91,36 +94,132 @@ def test_each_learner_has_a_page_with_their_own_runs(graded):
     assert "bob" not in pages["ann"] and "predict(" not in pages["ann"]
     assert "there is notes.txt" in pages["hal"]
     assert not BeautifulSoup(pages["dan"], "html.parser").find_all("figure")
-
-
-def test_a_page_that_is_gone_is_written_again_and_others_are_kept(graded, homework):
-    pages = graded / "feedback"
-    (pages / "dan.html").unlink()
-    kept = (pages / "ann.html").stat().st_mtime_ns
-    options = {"json": graded / "results", "feedback": pages}
+    (graded / "feedback" / "dan.html").unlink()  # it is written again, and others are kept
+    kept = (graded / "feedback" / "ann.html").stat().st_mtime_ns
+    options = {"json": graded / "results", "feedback": graded / "feedback"}
     command.handed_in(homework.folder, graded / "all", **options)
-    assert (pages / "dan.html").exists() and (pages / "ann.html").stat().st_mtime_ns == kept
+    assert (graded / "feedback" / "dan.html").exists()
+    assert (graded / "feedback" / "ann.html").stat().st_mtime_ns == kept
+    # a learner counts once
+    said = capsys.readouterr().out
+    assert "2 of 8 learners: everyone sends first (exercises 1, 2)" in said
+    assert class_table([]) == "no submissions"
 
 
 def test_a_picture_that_cannot_be_drawn_costs_no_points(homework, tmp_path, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("no picture")
-
-    monkeypatch.setattr(picture, "draw", fails)
-    (tmp_path / "jo.py").write_text(CLASS["ann"][0])
-    command.handed_in(
-        homework.folder, tmp_path / "jo.py", json=tmp_path / "jo.json", feedback=tmp_path
-    )
+    monkeypatch.setattr(picture, "draw", lambda *_: 1 / 0)
+    file = handed_in(tmp_path, {"jo.py": CLASS["ann"][0]}) / "jo.py"
+    command.handed_in(homework.folder, file, json=tmp_path / "jo.json", feedback=tmp_path)
     assert json.loads((tmp_path / "jo.json").read_text())["points"] == 4
     page = (tmp_path / "jo.html").read_text()
     assert "Everyone sends first." in page and "<figure" not in page
 
 
-def test_wrong_files_are_refused(graded, homework, tmp_path):
-    (tmp_path / "names.txt").write_text("../ann")
-    with pytest.raises(ValueError, match="expected a name"):
-        command.handed_in(homework.folder, graded / "all", class_list=tmp_path / "names.txt")
-    with pytest.raises(ValueError, match=r"--feedback .*names.txt can't be written"):
-        command.handed_in(homework.folder, graded / "all", feedback=tmp_path / "names.txt")
-    with pytest.raises(ValueError, match="--class-list needs --submission"):
-        command.handed_in(homework.folder, None, class_list=tmp_path / "names.txt")
+# ---- optional practice ----
+
+BOTH = HEAD + RIGHT + RIGHT.replace("def swap", "def swap_again")
+UNWRITTEN = "def swap_again(x):\n    raise NotImplementedError\n"
+PRACTICE = """
+from dataclasses import replace
+EXERCISES[:] = replace(EXERCISES[0], number="1a"), replace(EXERCISES[1], number="1j", points=0)
+"""
+FULL = "Every exercise has full points."
+LEFT = f"{FULL} Practice left: 1j."
+SOLUTIONS = {  # what is handed in, whether the practice holds, its test, and what is said last
+    "nothing": (STUB, False, "skipped", "Next: 1a"),
+    "not written": (HEAD + RIGHT + UNWRITTEN, False, "skipped", LEFT),
+    "wrong": (HEAD + RIGHT + FIRST, False, "failed", LEFT),
+    "right": (BOTH, True, "passed", FULL),
+}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_practice_is_checked_and_counts_nowhere(tmp_path, name, monkeypatch, capsys):
+    source, holds, outcome, last = SOLUTIONS[name]
+    homework = made(tmp_path, TESTS + PRACTICE)
+    result = grade_submission(handed_in(tmp_path / "alice", {"hw9.py": source}), homework, "a seed")
+    points = 0 if name == "nothing" else 4
+    assert (result["points"], result["out_of"]) == (points, 4)
+    _, practice = gradescope_results(result)["tests"]
+    assert (practice["score"], practice["max_score"]) == (0, 0)
+    assert practice["status"] == ("passed" if holds else "failed")
+    assert practice["name"].endswith("(practice)") and " of 0" not in practice["output"]
+    write_csv(tmp_path / "class.csv", [result])
+    (line,) = csv.DictReader((tmp_path / "class.csv").read_text("utf-8").splitlines())
+    assert float(line["1a points"]) == float(line["points"]) == points
+    assert line["1j practice"] == ("done" if holds else "–") and "1j points" not in line
+    assert f"{points}   {'done' if holds else '   –'}" in class_table([result])
+    # the learner, in a terminal and with pytest
+    homework.code.write_text(source)
+    shutil.copy(Path(__file__).parents[2] / "homework" / "conftest.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    for run in (
+        lambda: cli.main(["grade", "hw9_swap"]),
+        lambda: pytest.main([*options, "--import-mode=importlib", "hw9_swap"]),
+    ):
+        run()
+        said = capsys.readouterr().out
+        assert f"  {'✓' if holds else '–'} 1j  Swap      practice" in said
+        assert f"hw9_swap: {points} of 4 points" in said and last in said
+        assert ("Practice left" in said) == ("left" in last) and " of 0" not in said
+        assert outcome in said or "optional practice" in said
+    assert outcome in said
+
+
+def test_without_a_grade_the_practice_is_not_done(tmp_path):
+    result = empty_result(Path("carol"), made(tmp_path, TESTS + PRACTICE))
+    assert [test["status"] for test in gradescope_results(result)["tests"]] == ["failed", "failed"]
+
+
+def test_a_set_may_have_more_than_eight_parts():
+    numbers = ["9k", "10", "9a", "8", "9j", "9i"]
+    assert sorted(numbers, key=in_order) == ["8", "9a", "9i", "9j", "9k", "10"]
+
+
+# ---- a check may give a part of its points ----
+
+
+def fails(trials) -> float:
+    raise KeyError("what a rank returns may be anything")
+
+
+PARTS = {  # the part, whether the value is right, and the points of 4 + 6
+    "none": (lambda trials: 0.0, True, 4),
+    "half": (lambda trials: 0.5, True, 4 + 3),
+    "wrong value": (lambda trials: 0.5, False, 0),  # it counts only with the right value
+    "too much": (lambda trials: 7.0, True, 4 + 0.99 * 6),  # a failed check never has all points
+    "too little": (lambda trials: -1.0, True, 4),
+    "error": (fails, True, 4),
+}
+
+
+@pytest.mark.parametrize(("part", "value", "points"), PARTS.values(), ids=PARTS)
+def test_a_check_that_is_not_passed_earns_its_part_if_the_value_is_right(part, value, points):
+    case = Case([()], [True])
+    exercise = Exercise(
+        *("1", "f", "A share", 10, lambda draw: [case]),
+        weights={"value": 0.4, "mfu": 0.6},
+        checks=(
+            Check("value", "true", lambda trial: None if trial.results[0] else "false"),
+            Check("mfu", "all of it", lambda trial: "not all of it", part=part),
+        ),
+        least_received=lambda case: [0],
+    )
+    verdict = judge(exercise, [Trial(case, [value], Trace((), 1, "sim"))])
+    assert verdict.points == pytest.approx(points) and not verdict.passed
+    assert "not all of it" in str(verdict)
+
+
+def test_two_numbers_that_look_the_same_are_told_apart():
+    import torch
+
+    several = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert "(a difference of 1e-08)" in difference(several + torch.tensor([1e-8, 0]), several)
+    assert "(a difference of " in difference(several[:1] + 1e-8, several[:1])
+    assert difference(several[:1], several[1:]) == "1; expected 2"
+
+
+def test_a_function_that_only_computes_is_not_said_to_have_ranks():
+    assert Case([()], [{}], "16 GPUs", computes=True).label == "16 GPUs"
+    assert Case([()], [{}], "16 GPUs").label == "1 rank, 16 GPUs"

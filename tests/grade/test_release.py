@@ -80,7 +80,7 @@ HIDDEN = {
     "a helper": ("def _pass_on(x):\n    return x\n", "_pass_on"),
     "another name for it": ("ring_shift = lambda x: x\n", "ring_shift"),
     "commented out": ("#     y = torch.empty_like(x)\n", "a comment is code"),
-    "imported": ("from mine import *\n", "imports \\*"),
+    "imported": ("from mine import *\n", "from mine import"),
     "defined again": ("def ring_shift(x):\n    return x\n", "ring_shift is filled in"),
     "a method": ("class Mine:\n    def forward(self, x):\n        return x\n", "Mine"),
     "at import": ("import os\nos.environ['x'] = '1'\n", "runs code"),

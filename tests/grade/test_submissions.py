@@ -26,6 +26,7 @@ from parallel101.laboratory.grade.release import release
 from parallel101.laboratory.grade.remote import SubmissionRanks
 from parallel101.laboratory.grade.submissions import empty_result, grade_class, grade_submission
 
+ROOT = Path(__file__).parents[2]
 TESTS = """
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, value
@@ -113,7 +114,6 @@ def test_a_result_for_each_exercise_with_points_misconception_and_text(homework,
 
 OFFICIAL = notebook("import hw9", HEAD, RIGHT + "    # hw9", "check(hw9.swap)")
 HANDED_IN = {
-    "a renamed notebook": {"kim.ipynb": OFFICIAL},
     "a notebook that a browser has renamed": {"hw9 (1).ipynb": OFFICIAL},
     "a copy of a notebook": {"hw9-Copy1.ipynb": OFFICIAL, ".ipynb_checkpoints/hw9.ipynb": "{"},
     "a notebook beside the untouched stub": {"hw9.py": STUB, "hw9.ipynb": OFFICIAL},
@@ -123,16 +123,14 @@ HANDED_IN = {
             "from hw9 import swap", "import hw9", HEAD, RIGHT.replace("1 -", "hw9.Given.ONE -")
         )
     },
-    "line endings of Windows": {"hw9.py": (HEAD + RIGHT).replace("\n", "\r\n")},
-    "in a folder of a folder": {"final/hw9.py": HEAD + RIGHT},
-    "another name": {"hw9_alice (1).py": HEAD + RIGHT},
-    "a byte order mark": {"hw9.py": b"\xef\xbb\xbf" + (HEAD + RIGHT).encode()},
-    "a file that it imports": {"hw9.py": "from helper import swap\n", "helper.py": HEAD + RIGHT},
-    "a notebook": {
-        "hw9.ipynb": notebook("%matplotlib inline\n" + HEAD, "import parallel101\nf(1)", RIGHT)
+    "a file of Windows": {
+        "hw9.py": b"\xef\xbb\xbf" + (HEAD + RIGHT).replace("\n", "\r\n").encode()
     },
+    "another name, in a folder of a folder": {"final/hw9_alice (1).py": HEAD + RIGHT},
+    "a file that it imports": {"hw9.py": "from helper import swap\n", "helper.py": HEAD + RIGHT},
     "a notebook in which IPython is asked": {
         "hw9.ipynb": notebook(
+            "%matplotlib inline\nimport parallel101\nf(1)",
             HEAD + "OTHER = 1 - 0\nONE = OTHER\nfiles = !ls\nif files:\n    !ls",
             "%%time\n" + RIGHT.replace("1 -", "ONE -").replace("def", "@torch.no_grad()\ndef"),
             *("swap?", "?swap", "swap??", "swap(", "%timeit swap(1)", "%%bash\nrm hw9.py", "x = $"),
@@ -150,14 +148,15 @@ def test_it_is_found_and_read(homework, tmp_path, content):
     assert result["exercises"][0]["points"] == 4, result["exercises"][0]
 
 
-@pytest.mark.parametrize("top", ["while True: pass\n", "def f():\n  while True: pass\nf()\n"])
-def test_a_file_that_never_ends_loading_is_tried_once(homework, tmp_path, top, monkeypatch):
+def test_a_file_that_never_ends_loading_is_tried_once(homework, tmp_path, monkeypatch):
     case = homework.exercises[0].cases(Draw("a seed"))[0]
     once = replace(case, seconds=0.5)
     exercises = [replace(one, cases=lambda draw: [once]) for one in homework.exercises]
     runs, run = [], SubmissionRanks.run
     monkeypatch.setattr(SubmissionRanks, "run", lambda *a: runs.append(a) or run(*a))
-    path = handed_in(tmp_path / "eve", {"hw9.py": HEAD + RIGHT + top})
+    path = handed_in(
+        tmp_path / "eve", {"hw9.py": HEAD + RIGHT + "def f():\n  while True: pass\nf()\n"}
+    )
     result = grade_submission(path, replace(homework, exercises=tuple(exercises)), "a seed")
     assert [entry["reason"] for entry in result["exercises"]] == ["time", "time"]
     assert "at hw9.py:" in result["exercises"][1]["problem"] and len(runs) == 1
@@ -294,14 +293,15 @@ def test_what_a_learner_returns_and_prints_is_said_in_few_plain_words(homework, 
 
 WRONG_PATHS = {
     "JSON is a folder": ({"json": "there"}, "expected a file"),
-    "CSV is a folder": ({"csv": "there"}, "expected a file"),
-    "Gradescope is a folder": ({"gradescope": "there"}, "expected a file"),
-    "below a file": ({"csv": "file/results.csv"}, "can't be written"),
+    "below a file": ({"csv": "file/results.csv"}, "--csv .*can't be written"),
     "a class's JSON is a file": ({"json": "file", "submission": "there"}, "expected a folder"),
+    "pages into a file": ({"feedback": "file"}, "--feedback .*file can't be written"),
     "an open seed": ({"seed_file": "file"}, "chmod 600"),
     "the seed is a folder": ({"seed_file": "there"}, "no file with a seed"),
     "the seed is empty": ({"seed_file": "empty"}, "is empty"),
     "nothing was handed in": ({"submission": "nowhere"}, "does not exist"),
+    "names for one submission": ({"class_list": "file"}, "--class-list needs --submission"),
+    "a name that is a path": ({"class_list": "names", "submission": "there"}, "expected a name"),
 }
 
 
@@ -309,7 +309,9 @@ WRONG_PATHS = {
 def test_a_path_that_cannot_be_used_is_told_before_anything_is_graded(
     homework, tmp_path, monkeypatch, options, text
 ):
-    handed_in(tmp_path, {"there/a.py": "", "there/b.py": "", "file": "seed", "empty": ""})
+    handed_in(
+        tmp_path, {"there/a.py": "", "there/b.py": "", "file": "seed", "empty": "", "names": "../a"}
+    )
     (tmp_path / "there").chmod(0o700)
     (tmp_path / "empty").chmod(0o600)
     monkeypatch.setattr(isolation, "others_reach", lambda folder: True)  # tmp_path is root's
@@ -333,18 +335,32 @@ def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
         assert ("chmod 700" in capsys.readouterr().out) == told
 
 
-def test_a_grader_that_fails_on_one_exercise_keeps_the_others(homework, tmp_path, monkeypatch):
+def test_a_failure_of_the_grader_costs_one_exercise_or_one_submission(
+    homework, tmp_path, monkeypatch
+):
     def fails(exercise, *args, **options):
         if exercise.function == "swap":
             raise MemoryError("no memory")
         return report_on(exercise, *args, **options)
 
-    monkeypatch.setattr(submissions, "report_on", fails)
+    def fails_to_read(path, *_):
+        if path.stem == "bob":
+            raise OSError("no space left on device")
+        return read(path, homework)
+
     code = HEAD + RIGHT.replace("swap", "swap_again")
-    path, file = handed_in(tmp_path / "a", {"hw9.py": code}), tmp_path / "new" / "results.json"
-    assert command.handed_in(homework.folder, path, gradescope=file) == 0
+    folder = handed_in(tmp_path / "all", {"alice.py": code, "bob.py": code})
+    monkeypatch.setattr(submissions, "read", fails_to_read)
+    monkeypatch.setattr(submissions, "report_on", fails)
+    file = tmp_path / "new" / "results.json"
+    assert command.handed_in(homework.folder, folder / "alice.py", gradescope=file) == 0
     tests = json.loads(file.read_text())["tests"]
     assert [test["score"] for test in tests] == [0, 4] and "no memory" in tests[0]["output"]
+    paths, results = submissions_in(folder, homework), tmp_path / "results"
+    alice, bob = grade_class(paths, homework, results, seed="s", progress=False)
+    assert (alice["points"], bob["points"]) == (4, 0)
+    assert not alice["complete"] and not bob["complete"]  # both are graded again
+    assert "no space left" in bob["exercises"][0]["problem"]
 
 
 def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, capsys):
@@ -368,32 +384,25 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
 
 
 def test_another_seed_grades_a_class_again_and_equal_names_keep_their_results(homework, tmp_path):
-    content = {"alice.py": HEAD + RIGHT, "alice.ipynb": notebook("check(1)")}
-    folder = handed_in(tmp_path / "all", {**content, "bob.py": "from alice import swap"})
+    content = {"alice.py": HEAD + RIGHT, "alice.ipynb": notebook("check(1)"), "bob.py": "pass"}
+    folder = handed_in(tmp_path / "all", content)
     paths, results = submissions_in(folder, homework), tmp_path / "results"
+    hashes = []
     for seed in ("a", "b"):
         graded = grade_class(paths, homework, results, seed=seed, progress=False)
         assert [result["points"] for result in graded] == [0, 4, 0]
-    hashes = [json.loads(file.read_text())["hash"] for file in sorted(results.iterdir())]
+        hashes += [result["hash"] for result in graded]
     names = [file.name for file in sorted(results.iterdir())]
-    assert names == ["alice.ipynb.json", "alice.py.json", "bob.json"]
-    assert hashes == [empty_result(path, homework, "b")["hash"] for path in paths]
+    assert names == ["alice.ipynb.json", "alice.py.json", "bob.json"] and len({*hashes}) == 6
 
 
-def test_a_failure_of_the_grader_costs_one_submission(homework, tmp_path, monkeypatch):
-    folder = handed_in(tmp_path / "all", {"alice.py": HEAD + RIGHT, "bob.py": HEAD + RIGHT})
-
-    def fails(path, *_):
-        if path.stem == "alice":
-            raise OSError("no space left on device")
-        return read(path, homework)
-
-    monkeypatch.setattr(submissions, "read", fails)
-    alice, bob = grade_class(
-        submissions_in(folder, homework), homework, tmp_path / "results", seed="s", progress=False
+def program(folder: Path, code: str, **options) -> subprocess.Popen:
+    """A process that runs a script."""
+    (folder / "script.py").write_text(code)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, str(folder / "script.py")], env=environ, text=True, **options
     )
-    assert (alice["points"], bob["points"], alice["complete"]) == (0, 4, False)
-    assert "no space left" in alice["exercises"][0]["problem"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -406,23 +415,16 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     results = Path({str(tmp_path / "results")!r})
     handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
 """
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        env=environ,
-        stderr=subprocess.PIPE,
-        # a shell lets background jobs ignore it, and so what they start
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # a shell lets background jobs ignore it, and so what they start
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = program(tmp_path, code, stderr=subprocess.PIPE, **default)
     graded, below = psutil.Process(process.pid), []
     while len(below) < 8:  # two processes, their fork servers, two ranks each, the resource tracker
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.1)
         below = graded.children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=30)[1].decode()
+    assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
     assert not psutil.wait_procs(below, timeout=10)[1]
 
 
@@ -446,13 +448,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_after_kill_9_no_process_of_the_pool_stays(tmp_path):
     """(Nor its fork server, which ends with it: tests/ranks.)"""
-    script = tmp_path / "script.py"
-    script.write_text(CHILD)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
+    with program(tmp_path, CHILD, stdout=subprocess.PIPE) as process:
         of_the_pool = psutil.Process(int(process.stdout.readline()))
         process.kill()
     assert not psutil.wait_procs([of_the_pool], timeout=20)[1]
@@ -527,7 +523,7 @@ def test_the_autograder_runs_as_gradescope_lays_it_out(homework, tmp_path):
     grader.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m parallel101.cli "$@"\n')
     grader.chmod(0o755)
     environ = {**os.environ, "AUTOGRADER": str(base), "GRADER": str(grader)}
-    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environ["PYTHONPATH"] = str(ROOT)
     script = ["bash", str(base / "source" / "run_autograder")]
     subprocess.run(script, check=True, env=environ, capture_output=True, timeout=100)
     tests = json.loads((base / "results" / "results.json").read_text())["tests"]

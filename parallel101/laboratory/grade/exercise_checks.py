@@ -232,42 +232,6 @@ def _of_collective(event: Event, n: int) -> tuple[int, int]:
     return moved, moved
 
 
-def first_wrong(
-    trials: Sequence[Trial], wrong: Callable[[Trial], str | None]
-) -> tuple[str, Trial | None]:
-    """Return what is wrong in a trial, and the trial; "" and None if nothing is.
-
-    It is the first such trial with several ranks, if there is one, because its picture shows more.
-    """
-    for trial in sorted(trials, key=lambda trial: trial.world_size == 1):
-        if what := wrong(trial):
-            return what, trial
-    return "", None
-
-
-def everywhere(
-    check: Check, trials: Sequence[Trial], in_short: Callable[[Trial], str]
-) -> tuple[str, Trial | None]:
-    """Return what is wrong in a trial that fails the check, and the trial; else "" and None.
-
-    An early end of a run (see `in_short`) only fails the check of the value.
-    """
-
-    def wrong(trial: Trial) -> str | None:
-        if trial.error is not None:
-            return in_short(trial) if check.kind == "value" else None
-        try:
-            what = check.wrong(trial)
-        except Exception as error:  # what a rank returns may be anything
-            what = f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
-        return what and f"{trial.case.label}: {what}"
-
-    message, trial = first_wrong(trials, wrong)
-    if not message and any(trial.error is not None for trial in trials):
-        message = "counts only with the right value"
-    return (message, trial) if trials else ("no case has run", None)
-
-
 def tolerated(check: Check, trials: Sequence[Trial]) -> str:
     """Return what differs from `check` and is allowed all the same; "" if nothing is."""
     for trial in reversed(trials):
@@ -285,8 +249,8 @@ def too_few_bytes(exercise: Exercise, trial: Trial) -> str | None:
     for rank, (got, least) in enumerate(pairs):
         if got < least:
             return (
-                f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result "
-                f"takes at least {least}. Only data that comes in messages counts"
+                f"rank {rank} received {got} bytes in messages; the result takes at least "
+                f"{least}. Only data that comes in messages counts"
             )
     return None
 
@@ -297,12 +261,10 @@ def never_waited(trial: Trial) -> str | None:
     Without the wait, right values are luck: a message may still be in flight when the function
     returns.
     """
-    if not trial.unwaited:
-        return None
-    call = trial.unwaited[0]
-    kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
-    where = f"the {kind} at {shown(call.where)}"
-    return f"{trial.case.label}: rank {call.rank} never waits for {where}"
+    for call in trial.unwaited:
+        kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
+        return f"rank {call.rank} never waits for the {kind} at {shown(call.where)}"
+    return None
 
 
 # ---- misconceptions that many exercises share ----

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from parallel101.laboratory.grade.endings import LOADING, GradedRunFailed, ends_all, in_short
 from parallel101.laboratory.grade.exercise import (
@@ -22,13 +22,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import (
-    everywhere,
-    first_wrong,
-    never_waited,
-    tolerated,
-    too_few_bytes,
-)
+from parallel101.laboratory.grade.exercise_checks import never_waited, tolerated, too_few_bytes
 from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, Finding
 from parallel101.laboratory.grade.plain_text import plain
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks, not_run
@@ -89,17 +83,17 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
     shown = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)
     findings, value_is_right = [], False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
-        out_of = exercise.points * share(exercise, check)
-        message, trial = everywhere(check, trials, partial(in_short, exercise))
+        # the first with several ranks, if there is one
+        several_first = sorted(trials, key=lambda trial: trial.world_size == 1)
+        told = ((what, t) for t in several_first if (what := _wrong(exercise, check, t)))
+        message, trial = next(told, ("", None))
         counts = check.kind == "value" or value_is_right
         if check.kind == "value":
-            for told in (partial(too_few_bytes, exercise), never_waited):
-                if not message:
-                    message, trial = first_wrong(trials, told)
             value_is_right = value_is_right or not message
         elif not counts:
             message = message or "counts only with the right value"
         shown = shown or trial
+        out_of = exercise.points * share(exercise, check)
         points = out_of * (part_of(check, trials) if message and counts else not message)
         note = plain(message or tolerated(check, trials))
         findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
@@ -111,6 +105,23 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
         named = (m for m in exercise.misconceptions if _seen(m, trials))
         verdict.misconception = next(named, None)
     return verdict
+
+
+def _wrong(exercise: Exercise, check: Check, trial: Trial) -> str:
+    """Return what is wrong in a trial that fails the check; "" if nothing is.
+
+    An early end of a run only fails the check of the value, and so do a result that came without
+    messages and a call that was never waited for.
+    """
+    if trial.error is not None:
+        return in_short(exercise, trial) if check.kind == "value" else ""
+    try:
+        what = check.wrong(trial)
+    except Exception as error:  # what a rank returns may be anything
+        what = f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
+    if check.kind == "value":
+        what = what or too_few_bytes(exercise, trial) or never_waited(trial)
+    return f"{trial.case.label}: {what}" if what else ""
 
 
 def part_of(check: Check, trials: Sequence[Trial]) -> float:

@@ -15,7 +15,6 @@ from parallel101.laboratory.grade.plain_text import plain, plain_name
 from parallel101.laboratory.grade.remote import Submission
 from parallel101.laboratory.grade.stubs import (
     UNREADABLE,
-    Cell,
     code_cells,
     given_in,
     is_stub,
@@ -58,20 +57,17 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
 
 
 def _read(path: Path, homework: HomeworkSet) -> Submission:
-    if path.is_symlink():
-        raise NoSubmission(f"{plain_name(path)} is a link; hand in the file or the folder itself")
+    _refuse_links(path, path)
     wanted = [exercise.function for exercise in homework.exercises]
     files = _files_in(path, homework.code)
-    programs, errors = {}, {}
+    programs = {}
     for file in files:
-        try:
+        with suppress(NoSubmission, OSError, RuntimeError):  # the chosen file raises it below
             programs[file] = _program(file, path, homework)
-        except (NoSubmission, OSError, RuntimeError) as error:
-            errors[file] = error
     written = {file: bound(program, wanted) for file, program in programs.items()}
     chosen = next((file for file in programs if written[file]), files[0])
-    if chosen in errors:
-        raise errors[chosen]
+    if chosen not in programs:
+        _program(chosen, path, homework)
     name, text = plain_name(chosen), programs[chosen]
     if not written[chosen] and len(files) > 1 and not name.startswith(homework.code.stem):
         raise NoSubmission(
@@ -117,7 +113,7 @@ def _refuse_links(file: Path, path: Path) -> None:
 
     It could show the learner a file that only the grader may read, such as the secret seed.
     """
-    handed_in = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    handed_in = path.parent.resolve() / path.name
     if not file.resolve().is_relative_to(handed_in):
         raise NoSubmission(f"{plain_name(file)} is a link to another file; hand in the file itself")
 
@@ -208,18 +204,18 @@ def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
     """
     wanted = [exercise.function for exercise in homework.exercises]
     try:
-        read = [parsed(source) for _, source in code_cells(text)]
+        cells = [parsed(source) for _, source in code_cells(text)]
     except (*UNREADABLE, KeyError, TypeError) as error:
         raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
-    nodes = [node for cell in read if isinstance(cell, Cell) for node in cell.nodes]
+    nodes = [node for _, own in cells for node in own or ()]
     used = _used(nodes)
     parts, defined = [given_in(homework.code)], {n.name for n in nodes if isinstance(n, DEFINED)}
-    for cell in read:
-        if isinstance(cell, Cell):
-            kept = (node for node in cell.nodes if _belongs(node, used, homework.code.stem))
+    for source, own in cells:
+        if own is not None:
+            kept = (node for node in own if _belongs(node, used, homework.code.stem))
             parts += map(ast.unparse, kept)
-        elif more := _defined_in_text(cell, wanted):
-            parts.append(cell)  # a mistake in one of the functions: the learner is shown where
+        elif more := _defined_in_text(source, wanted):
+            parts.append(source)  # a mistake in one of the functions: the learner is shown where
             defined |= more
     if not defined & set(wanted):
         raise NoSubmission(
@@ -245,7 +241,7 @@ def bound(text: str, wanted: Sequence[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, NAMED):
-            names |= _targets(node)
+            names |= _names(node, ast.Store)
     return set(wanted) if "*" in names else names & set(wanted)
 
 
@@ -260,25 +256,20 @@ def _used(nodes: Sequence[ast.stmt]) -> set[str]:
         with suppress(*UNREADABLE):
             if isinstance(node, DEFINED):
                 codes.append(compile(ast.Module([node], []), "cell", "exec"))
-    new: set[str] = set()
-    for code in codes:  # the codes in it are added meanwhile
-        new.update(code.co_names)
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    named = [node for node in nodes if isinstance(node, NAMED)]
     used: set[str] = set()
-    while new:
-        used |= new
-        new = {name for node in named if _targets(node) & new for name in _names(node)} - used
+    for code in codes:  # the codes in it are added meanwhile
+        used.update(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    for node in reversed(nodes):  # what a constant is made of comes before it
+        if isinstance(node, NAMED) and _names(node, ast.Store) & used:
+            used |= _names(node, ast.Load)
     return used
 
 
-def _names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {name for target in targets for name in _names(target)}
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """Return the names that a statement stores, or loads."""
+    names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, context)}
 
 
 def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
@@ -286,5 +277,5 @@ def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
         from_itself = isinstance(node, ast.ImportFrom) and node.module == module
         return "parallel101" not in ast.unparse(node) and not from_itself
     if isinstance(node, NAMED):
-        return bool(_targets(node) & used)
+        return bool(_names(node, ast.Store) & used)
     return isinstance(node, DEFINED)

@@ -19,7 +19,6 @@ import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from parallel101.laboratory.grade.homework import HomeworkSet
 
@@ -86,9 +85,7 @@ def _in_code(file: Path, functions: set[str]) -> Iterator[str]:
                     f"{place}: no exercise asks for {node.name}, and its docstring doesn't say "
                     f"({GIVEN})"
                 )
-        elif isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names):
-            yield f"{place}: imports * from {node.module}"
-        elif not isinstance(node, ast.Import | ast.ImportFrom) and not _is_plain(node, functions):
+        elif not _is_plain(node, functions):
             yield f"{place}: runs code: {ast.unparse(node).splitlines()[0]}"
     written = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     yield from (f"{file.name} has no stub of {name}" for name in sorted(functions - written))
@@ -122,7 +119,9 @@ def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool
 
 
 def _is_plain(node: ast.stmt, functions: set[str]) -> bool:
-    """Return whether it is a docstring, or a name for a type or a number."""
+    """Return whether it is an import, a docstring, or a name for a type or a number."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return all(name.name != "*" for name in node.names)
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if not isinstance(node, ast.Assign | ast.AnnAssign):
@@ -148,11 +147,11 @@ def _in_notebook(file: Path, functions: set[str]) -> Iterator[str]:
         yield f"{file.name} is not a notebook that can be read: {error!r}"
         return
     for number, (name, source) in enumerate(cells, 1):
-        place, cell = f"{file.name}, cell {name or number}", parsed(source)
-        for _, comment in _code_in_comments(cell.source if isinstance(cell, Cell) else cell):
+        place = f"{file.name}, cell {name or number}"
+        text, nodes = parsed(source)
+        for _, comment in _code_in_comments(text):
             yield f"{place}: a comment is code: {comment}"
-        nodes = cell.nodes if isinstance(cell, Cell) else []
-        for node in (part for top in nodes for part in ast.walk(top)):
+        for node in (part for top in nodes or () for part in ast.walk(top)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in functions:
                 if not is_stub(node):
                     yield f"{place}: {node.name} is filled in"
@@ -174,13 +173,6 @@ PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
 FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 
 
-class Cell(NamedTuple):
-    """A cell of code that is Python."""
-
-    source: str
-    nodes: list[ast.stmt]
-
-
 def code_cells(notebook: str) -> list[tuple[str, str]]:
     """Return the id and the text of each cell of code.
 
@@ -193,20 +185,21 @@ def code_cells(notebook: str) -> list[tuple[str, str]]:
     ]
 
 
-def parsed(source: str) -> Cell | str:
-    """Return a cell as Python, without IPython's syntax; its text if that's not Python."""
+def parsed(source: str) -> tuple[str, list[ast.stmt] | None]:
+    """Return a cell as Python, without IPython's syntax: its text, and its statements.
+
+    The statements are None if it isn't Python.
+    """
     first = source.lstrip().partition("\n")[0]
     if first.startswith("%%"):
         if not first.startswith(PYTHON_CELLS):
-            return ""
+            return "", None
         source = source.replace(first, "", 1)
     plain = "\n".join(
         re.match(r"\s*", line)[0] + "pass" if FOR_IPYTHON.match(line) else line  # type: ignore[index]
         for line in source.split("\n")
     )
     for text in (source, plain):  # a line of a docstring may look as if it were for IPython
-        try:
-            return Cell(text, ast.parse(text).body)
-        except UNREADABLE:
-            continue
-    return plain
+        with suppress(*UNREADABLE):
+            return text, ast.parse(text).body
+    return plain, None
