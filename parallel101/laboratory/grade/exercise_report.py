@@ -15,16 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from parallel101.laboratory.grade.endings import explain_error, how_it_ended, reason_of
 from parallel101.laboratory.grade.exercise import Exercise, Misconception, Question, Trial
 from parallel101.laboratory.grade.homework import set_name
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
-
-if TYPE_CHECKING:
-    from parallel101.laboratory.viz.scene import Scene
 
 WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
@@ -80,7 +77,7 @@ class ExerciseVerdict:
         file: the name of the learner's file.
         note: about this check, such as that the kernel holds an older version of the file.
         predictions: next to what was measured.
-        picture, caption: of a run; None if there is nothing to draw.
+        picture, caption: of a run: a viz.scene.Scene; None if there is nothing to draw.
         saved: the file that the picture was written to.
         suggestion: a hint, after several failures.
     """
@@ -94,7 +91,7 @@ class ExerciseVerdict:
     file: str = "the file"
     note: str = ""
     predictions: Sequence[Prediction] = ()
-    picture: Scene | None = None
+    picture: Any = None
     caption: str = ""
     saved: Path | None = None
     suggestion: str = ""
