@@ -34,9 +34,8 @@ class RandomNumbers:
         self.alone, self.place = axes.members.size == 1, axes.place(DATA)
         self.gpus = [device] if device.type == "cuda" else []
         if not self.alone:
-            # a float64 is exact up to 2⁵³
-            high, low = agree.numbers(*divmod(torch.initial_seed(), 2**32))
-            self.first = int(high[0]), int(low[0])
+            (seeds,) = agree.numbers(torch.initial_seed() % 2**53)  # which a float64 has exactly
+            self.first = int(seeds[0])
 
         self.step: int | None = None  # that is running
         self.forwards = 0  # that it has begun

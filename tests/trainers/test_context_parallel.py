@@ -19,9 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import parallel101 as p101
 from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
 from parallel101.trainers.context.time_layout import local_positions, time_sizes, visible
-from parallel101.trainers.context_parallel import merge
 from tests.collectives.cases import on_backends
-from tests.trainers.cases import mesh_of, raised
+from tests.trainers.cases import raised
 
 LAYOUTS = ("contiguous", "zigzag")
 ATTENTIONS = {"ring": p101.ring_attention, "ulysses": p101.ulysses_attention}
@@ -160,20 +159,6 @@ def test_under_autocast_it_computes_as_torchs_does_and_large_scores_do_not_overf
         assert error < 0.02
 
 
-def test_nothing_unmasked_adds_nothing():
-    """Rank 0 computes one block of n. A block of nothing, merged with nothing, is nothing."""
-    zeros, none = torch.zeros(2, 3), torch.full((2,), -torch.inf)
-    block, its_lse = torch.randn(2, 3), torch.randn(2)
-    out, lse = zeros.clone(), none.clone()
-    for other, other_lse, result in (
-        (zeros, none, (zeros, none)),
-        (block, its_lse, (block, its_lse)),
-        (zeros, none, (block, its_lse)),
-    ):
-        merge(out, lse, other, other_lse)
-        assert torch.equal(out, result[0]) and torch.equal(lse, result[1])
-
-
 # ── what is sent ──
 
 
@@ -245,28 +230,6 @@ def test_bytes_equal_the_closed_forms(n, heads, kv_heads):
         cost = ring_attention_bytes(shape) if attention == "ring" else ulysses_bytes(shape)
         for of_pass, expected in zip(of_passes, (cost.forward, cost.backward)):
             assert [sum(event.nbytes for event in events) for events in of_pass] == [expected] * n
-
-
-def test_which_sends_less_forward():
-    """Ring attention if n < 1 + h/g, as the closed forms' text says."""
-    for n, heads, kv_heads in product((2, 4, 8), (8, 16, 64), (8, 16)):
-        if heads % kv_heads == 0:
-            of = AttentionShape(n, 64, heads, kv_heads, 16)
-            ring, ulysses = ring_attention_bytes(of).forward, ulysses_bytes(of).forward
-            assert (ring < ulysses) == (n < 1 + heads / kv_heads)
-            assert (ring == ulysses) == (n == 1 + heads / kv_heads)
-
-
-def test_messages_are_along_the_axis():
-    def program():
-        mesh, x = mesh_of("dp 2, cp 2"), torch.ones(1, 2, 2, 4, requires_grad=True)
-        for attention in ATTENTIONS.values():
-            attention(x, x, x, group=mesh["cp"]).sum().backward()
-
-    events = p101.launch(program, world_size=4, **SIM).trace.events
-    sends = [e for e in events if e.kind == "send"]
-    groups = {(e.group.axis, e.group.ranks, e.peer // 2) for e in sends}
-    assert groups == {("cp", (0, 1), 0), ("cp", (2, 3), 1)}
 
 
 # ── wrong calls ──

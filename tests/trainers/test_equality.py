@@ -285,23 +285,6 @@ def test_without_a_process_group():
 # ── shares, groups and ranks of any kind ──
 
 
-def very_uneven():
-    """Shares of 5, 1 and 5 samples: a mean over ranks would be wrong, a mean over samples is
-    right.
-    """
-    task, rank = TASKS["mlp"], dist.get_rank()
-    trainer = TRAINERS["overlapped"](task.build(), task.loss_fn, OPTIMIZERS["sgd"])
-    expected = one_process(task, "sgd", None)
-    losses = [
-        trainer.step(*(t.split([5, 1, 5])[rank] for t in task.batch(step))) for step in range(STEPS)
-    ]
-    return differences(expected._replace(losses=losses, weights=trainer.state_dict()), expected)
-
-
-def test_shares_of_any_size_weigh_by_their_samples():
-    assert p101.launch(very_uneven, world_size=3, backend="sim").results == [[]] * 3
-
-
 SOME_RANKS = [  # the last two on a mesh of these axes
     (p101.DataParallelTrainer, {}),
     (p101.PipelineTrainer, {"microbatches": 4}),

@@ -85,21 +85,6 @@ def test_they_differ_along_dp_and_agree_along_tp_and_pp(mesh, backend):
     assert other != first, "with another seed it is another one"
 
 
-def with_seeds(seeds):
-    found = set()
-    for seed in seeds:
-        built = model()
-        torch.manual_seed(seed)
-        found.add(str(masks_of(TRAINERS["naive"](built, F.mse_loss, OPTIMIZERS["sgd"]))))
-    return found
-
-
-def test_every_bit_of_the_seed_counts():
-    seeds = (2**63, 2**63 + 1, 2**31, 2**31 + 2**32)
-    for found in p101.launch(with_seeds, seeds, world_size=2, backend="sim").results:
-        assert len(found) == len(seeds)
-
-
 def global_numbers(trainer):
     """What a program draws around a step, which may fail, and what it would draw without one."""
     built = TRAINERS[trainer](model(), F.mse_loss, OPTIMIZERS["sgd"])
@@ -130,23 +115,6 @@ def test_one_rank_alone_draws_from_the_global_ones():
     for _ in found:
         masks.draw()
     assert found == masks.drawn
-
-
-def resumed(path):
-    """The masks of steps 0, 1 and 2; and of step 2 alone, in a trainer that resumes."""
-    through = TRAINERS["naive"](model(), F.mse_loss, OPTIMIZERS["sgd"])
-    masks_of(through)
-    through.save(path)
-    again = TRAINERS["naive"](model(), F.mse_loss, OPTIMIZERS["sgd"])
-    again.resume(path)
-    return masks_of(through, steps=1), masks_of(again, steps=1)
-
-
-def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(tmp_path):
-    for through, again in p101.launch(
-        resumed, tmp_path / "run.pt", world_size=2, backend="sim"
-    ).results:
-        assert again == through[-len(again) :]
 
 
 def of_the_embedding(recompute):

@@ -241,13 +241,6 @@ def test_what_is_no_list_of_texts_for_each_rank_is_refused(actions):
         p101.Schedule(actions)
 
 
-def test_ranks_that_compute_only_do_not_wait_by_nccls_rules():
-    schedule = p101.Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B1", "1B0"]])
-    for rules in ("gloo", "nccl"):
-        with pytest.raises(p101.ScheduleError, match="rank 0's 0B0 waits for 1B0 of rank 1"):
-            schedule.check(rules)
-
-
 def test_rules_are_gloos_or_nccls():
     with pytest.raises(p101.ScheduleError, match="rules='mpi': expected 'gloo' or 'nccl'"):
         p101.schedule("1f1b", stages=2, microbatches=2).check("mpi")

@@ -29,7 +29,7 @@ from tests.trainers.cases import (
     randn,
     unlike_one_process,
 )
-from tests.trainers.test_schedules import CYCLE, TORCHS, Mock, csv_of
+from tests.trainers.test_schedules import TORCHS, Mock, csv_of
 
 LAYERS, WIDTH, SAMPLES = 8, 5, 40
 
@@ -137,14 +137,3 @@ def test_torchs_lists_run_in_our_trainer(ranks, where):
     lists = torchs_lists()[ranks]
     for found in p101.launch(run_lists, lists, world_size=ranks, **where).results:
         assert found == []
-
-
-def test_a_hang_that_others_met_runs_by_gloos_rules_and_is_named_by_nccls():
-    """pytorch issue 172668: two stages a rank, and sends and receives that go one by one."""
-    lists = {"the cycle": "\n".join(CYCLE)}
-    results = p101.launch(run_lists, lists, world_size=2, backend="sim").results
-    assert results == [[]] * 2
-    with pytest.raises(
-        p101.RankFailed, match=r"ScheduleError.*rank 0's 0SEND_F1 waits for 1RECV_F1"
-    ):
-        p101.launch(run_lists, lists, world_size=2, backend="sim", rules="nccl")
