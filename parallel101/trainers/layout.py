@@ -82,13 +82,11 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     placements: Mapping[str, Placement] = {}  # by axis; "dp" for Pieces, whatever axes they have
 
-    def cut_by(self) -> set[str]:
-        """Return the axes along which ranks hold different parts of it."""
-        return {
-            name
-            for axis, placement in self.placements.items()
-            for name in (placement.axes if isinstance(placement, Pieces) else (axis,))
-        }
+    def cut_by(self, in_pieces: bool = True) -> set[str]:
+        """Return the axes along which ranks hold different parts of it, or of its shards."""
+        cut = set(self.placements) - {"dp"}
+        pieces = self.placements.get("dp")
+        return cut | {*pieces.axes} if in_pieces and isinstance(pieces, Pieces) else cut
 
 
 def entries_of(

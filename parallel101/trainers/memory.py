@@ -24,20 +24,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel101.spans import listening
-from parallel101.trainers.layout import (
-    ORDER,
-    Coordinates,
-    Layout,
-    Shard,
-    Stages,
-)
+from parallel101.trainers.layout import ORDER, Layout
 from parallel101.trainers.options import Trainer
 
 Part = tuple[float, float]  # from, to: fractions of the whole model
@@ -108,22 +102,19 @@ def describe(trainer: Trainer) -> Holdings:
         nbytes["gradients in flight (peak)"] = data.live.peak["gradients"]
     if trainer.activations is not None:
         nbytes["activations (peak)"] = trainer.activations.peak
-    layout, trained = trainer.layout, trainer.trained
-    dp = {name: entry.placements.get("dp") for name, entry in layout.entries.items()}
-    pieces = {name: tuple(own)[:2] for name, own in dp.items() if own is not None}
-    of_ranks, of_pieces = zip(*trainer.agree.objects((nbytes, pieces)))
+    of_ranks = trainer.agree.objects(nbytes)
     # a stage without trained weights has fewer kinds
     kinds = dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     counts = {kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in kinds}
     notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {data.how()}"]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
     parts = {
-        kind: parts_held(layout, names, of_pieces if zero_stage >= stage else ())
-        for kind, names, stage in (
-            ("weights", layout.entries, 3),
-            ("gradients", trained, 2),
-            ("optimizer state", trained, 1),
-            ("master weights", trained, 1),
+        kind: parts_held(trainer.layout, names, counts[kind], zero_stage >= first)
+        for kind, names, first in (
+            ("weights", trainer.layout.entries, 3),
+            ("gradients", trainer.trained, 2),
+            ("optimizer state", trainer.trained, 1),
+            ("master weights", trainer.trained, 1),
         )
         if kind in counts
     }
@@ -131,61 +122,32 @@ def describe(trainer: Trainer) -> Holdings:
 
 
 def parts_held(
-    layout: Layout, names: Iterable[str], pieces: Sequence[Mapping[str, tuple[int, int]]]
+    layout: Layout, names: Iterable[str], nbytes: Sequence[int], in_pieces: bool
 ) -> list[list[Part]]:
-    """Return the parts of the model that each rank holds, by position in the group.
+    """Return the part of the model that each rank holds, by position in the group.
 
         rank 0  ▇▇▇             [(0.0, 0.3)]
-        rank 1    ▇▇▇           [(0.2, 0.5)]    both have what is not cut along tp
-        rank 2       ▇▇▇▇▇      [(0.5, 1.0)]    another stage
+        rank 1  ▇▇▇             [(0.0, 0.3)]    a replica of rank 0
+        rank 2     ▇▇▇▇▇▇▇      [(0.3, 1.0)]    another stage
 
-    Elements that the same ranks hold are put side by side, in the order of the cuts: stages, in
-    each stage the shards along tp and ep, in each shard the pieces along dp. So a part that several
-    ranks hold is at the same place for all of them, and together they cover everything.
+    The parts are put side by side, in the order of the cuts: stages, in each stage the shards along
+    tp and ep, in each shard the pieces along dp. What only some ranks cut (a norm is the same along
+    tp) counts as cut.
 
     Args:
         layout: of the model.
         names: of the tensors that count.
-        pieces: which elements of its shard each rank holds, by name; empty if dp doesn't cut them.
+        nbytes: of them, by position.
+        in_pieces: whether dp cuts them.
     """
-    places = [layout.axes.coordinates(i) for i in range(len(layout.axes.members.ranks))]
-    sizes: dict[tuple[int, ...], int] = defaultdict(int)  # the ranks that hold some bytes → bytes
-    for name in names:
-        entry = layout.entries[name]
-        stages = entry.placements.get("pp")
-        shards = {a: s for a, s in entry.placements.items() if isinstance(s, Shard)}
-        # ranks with the same shard along tp, or of the experts along ep
-        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for position, where in enumerate(places):
-            if not isinstance(stages, Stages) or where["pp"] in stages.positions:
-                alike[tuple(where[axis] for axis in shards)].append(position)
-        for here, positions in alike.items():
-            count = entry.shape.numel()
-            for i, shard in zip(here, shards.values()):
-                count = count * shard.sizes[i] // entry.shape[shard.dim]
-            spans = [
-                pieces[k][name] if pieces and name in pieces[k] else (0, count) for k in positions
-            ]
-            for low, high in pairwise(sorted({edge for span in spans for edge in span})):
-                holders = tuple(
-                    k for k, (start, end) in zip(positions, spans) if start <= low and high <= end
-                )
-                sizes[holders] += (high - low) * entry.dtype.itemsize
-    held: list[list[tuple[int, int]]] = [[] for _ in places]
-    low = 0
-    for holders in sorted(sizes, key=lambda ranks: _middle([places[i] for i in ranks])):
-        high = low + sizes[holders]
-        for position in holders:
-            before = held[position]
-            start = before.pop()[0] if before and before[-1][1] == low else low
-            before.append((start, high))
-        low = high
-    return [[(start / low, end / low) for start, end in of_rank] for of_rank in held]
-
-
-def _middle(places: Sequence[Coordinates]) -> list[float]:
-    """Return the mean coordinates of some ranks, the axis that cuts first coming first."""
-    return [sum(where.get(axis, 0) for where in places) / len(places) for axis in (*ORDER, "cp")]
+    cut = set().union(*(layout.entries[name].cut_by(in_pieces) for name in names))
+    order = [axis for axis in (*ORDER, "cp") if axis in cut]
+    everywhere = (layout.axes.coordinates(position) for position in range(len(nbytes)))
+    places = [tuple(where[axis] for axis in order) for where in everywhere]
+    sizes = {place: nbytes[position] for position, place in enumerate(places)}
+    ends = dict(zip(sorted(sizes), accumulate(sizes[place] for place in sorted(sizes))))
+    whole = max(sum(sizes.values()), 1)
+    return [[((ends[place] - sizes[place]) / whole, ends[place] / whole)] for place in places]
 
 
 def readable(count: float) -> str:

@@ -8,7 +8,6 @@ import copy
 import gc
 import weakref
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import TRAINERS, gpt, on_mesh, text, world_size
+from tests.trainers.cases import TRAINERS, gpt, on_mesh, text
 from tests.trainers.models import BALANCED, mixture
 
 WIDTH, DEPTH = 24, 6
@@ -142,46 +141,6 @@ def experts_weights():
 def test_along_ep_a_rank_holds_its_experts_only():
     for weights, expected in p101.launch(experts_weights, world_size=4, backend="sim").results:
         assert weights == expected
-
-
-def numbered(mesh):
-    """By ZeRO stage: each rank's parts, and the numbers of the elements that it holds, of which no
-    two are equal; and how many there are.
-    """
-    found = {}
-    for stage in (0, 1, 3):
-        trainer = on_mesh(mesh)(
-            *(gpt(heads=4), p101.vocabulary_cross_entropy, torch.optim.AdamW), zero_stage=stage
-        )
-        whole, first = {}, 0
-        for name in trainer.trained:
-            shape = trainer.layout.entries[name].shape
-            whole[name] = torch.arange(first, first + shape.numel()).view(shape)
-            first += shape.numel()
-        mine = [trainer.layout.cut(name, whole[name]).flatten().tolist() for name in whole]
-        assert [len(elements) for elements in mine if elements] == [
-            trainer.owned[name].numel() for name in trainer.trained if name in trainer.owned
-        ]
-        parts = trainer.describe().parts["optimizer state"]
-        found[stage] = parts, set().union(*mine), first
-    return found
-
-
-@pytest.mark.parametrize("mesh", ["dp 2, pp 2, tp 2", "tp 2, dp 2", "pp 2, dp 2"])
-def test_two_ranks_have_as_many_elements_in_common_as_their_parts(mesh):
-    """A tied GPT: what is replicated along tp, and on two stages, is at one place for all."""
-    results = p101.launch(numbered, mesh, world_size=world_size(mesh), backend="sim").results
-    for stage in (0, 1, 3):
-        parts, _, total = results[0][stage]
-        held = [of_rank[stage][1] for of_rank in results]
-        for a, b in product(range(len(held)), repeat=2):
-            both = sum(
-                max(min(high, to) - max(low, start), 0.0)
-                for low, high in parts[a]
-                for start, to in parts[b]
-            )
-            assert both * total == pytest.approx(len(held[a] & held[b]), abs=1e-6)
-        assert len(set().union(*held)) == total
 
 
 def on_three_axes():
