@@ -204,10 +204,8 @@ class HybridTrainer:
         self.checks = [axis.check_batch for axis in mesh_axes if axis.check_batch]
         self.least = max(axis.least for axis in mesh_axes)
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
-        of_forward = [
-            *(axis.forward for axis in mesh_axes if axis.forward),
-            self.random_numbers.during_forward,
-        ]
+        of_forward = [axis.forward for axis in mesh_axes if axis.forward]
+        of_forward.append(self.random_numbers.during_forward)
         if self.precision.autocast is not None:
             of_forward.append(partial(self.precision.forward, self.device))
         self.runner = stages.runner(data.syncs, axes, partial(nested, of_forward))

@@ -19,7 +19,6 @@ et al., "ZeRO" (arXiv 1910.02054), section 3.1, counts these bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +63,7 @@ class Precision(NamedTuple):
         return torch.promote_types(dtype, torch.float32) if self.master else self.weights
 
     def forward(self, device: torch.device) -> Any:
-        """Return the context in which a forward runs: autocast, if it was chosen."""
-        if self.autocast is None:
-            return nullcontext()
+        """Return the context in which a forward runs, with autocast."""
         return torch.autocast(numbers_device(device).type, dtype=self.autocast)
 
     def cast_model(self, model: nn.Module) -> dict[str, nn.Parameter]:

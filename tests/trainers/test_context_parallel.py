@@ -241,7 +241,7 @@ def of_sizes(*sizes):
 
 
 WRONG = {  # the error, and what a call with q, k and v of (1, 2, 4, 4) changes
-    "TypeError: .*k is a list": lambda: {"k": [1.0]},
+    "TypeError: .*x is a list": lambda: {"k": [1.0]},
     "TypeError: .*float64": lambda: {"v": torch.zeros(1, 2, 4, 4).double()},
     "TypeError: .*int64": lambda: {x: torch.zeros(1, 2, 4, 4).long() for x in "qkv"},
     r"ValueError: .*\(2, 4, 4\)": lambda: {"q": torch.zeros(2, 4, 4)},
@@ -253,7 +253,7 @@ WRONG = {  # the error, and what a call with q, k and v of (1, 2, 4, 4) changes
     r"ValueError: .*\[5, 6, 5\]": lambda: {"sizes": [5, 6, 5]},
     "ValueError: .*3 ranks": lambda: {"sizes": [4, 4]},
     r"ValueError: .*\[3, 2, 2\]": lambda: {**of_sizes(3, 3, 1), "layout": "zigzag"},
-    "ValueError: .*at least one position": lambda: of_sizes(1, 1, 0),
+    "ValueError: .*at least one position on each rank": lambda: of_sizes(2, 1, 0),
     "2 heads.* 3 ranks": lambda: {"attention": "ulysses"},
     "6 heads.* 3 ranks": lambda: {"q": torch.zeros(1, 6, 4, 4), "attention": "ulysses"},
 }

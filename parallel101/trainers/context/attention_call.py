@@ -126,9 +126,7 @@ def checked(
 
 def in_one_dtype(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return q, k and v, under autocast in its dtype, as scaled_dot_product_attention has them."""
-    for name, x in zip("qkv", tensors):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
+    for x in tensors:
         tensor_of(x)
     device = numbers_device(tensors[0].device).type
     if torch.is_autocast_enabled(device):
@@ -140,41 +138,30 @@ def in_one_dtype(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError unless q, k and v fit each other."""
     given = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v)))
-    shapes = (
-        f"{given}: expected q (batch, heads, time, d), and k and v (batch, kv heads, time, d), of "
-        "this rank's part of the time in all three"
-    )
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     if not alike or not q.is_floating_point():
         raise TypeError(
             f"{given}: expected one floating-point dtype, and one device, for all three"
         )
-    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape
-    if not fits or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(shapes)
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape and k.shape[1] > 0
+    fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+    if not fits or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{given}: {q.shape[1]} heads of q aren't a multiple of the {k.shape[1]} heads of k: "
-            "expected the same number of heads of q for each head of k and v"
+            f"{given}: expected q (batch, heads, time, d), and k and v (batch, kv heads, time, d), "
+            "of this rank's part of the time in all three, and heads that are a multiple of the kv "
+            "heads"
         )
 
 
 def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None:
     """Raise ValueError unless each rank has its part of the time: any part, if contiguous."""
     check_layout(layout, sum(sizes), len(sizes))
-    if sizes[position] != q.shape[2]:
+    expected = sizes if layout == "contiguous" else time_sizes(sum(sizes), len(sizes), layout)
+    if sizes != expected or not min(sizes) or sizes[position] != q.shape[2]:
         raise ValueError(
-            f"sizes={sizes} gives position {position} a time of {sizes[position]}, but its q has "
-            f"shape {tuple(q.shape)}"
-        )
-    if not min(sizes):
-        raise ValueError(f"the ranks have {sizes} positions: expected at least one on each rank")
-    expected = time_sizes(sum(sizes), len(sizes), layout)
-    if layout == "zigzag" and sizes != expected:
-        raise ValueError(
-            f"the ranks have {sizes} of {sum(sizes)} positions: expected {expected} in the "
-            f'"{layout}" layout. p101.context_positions({sum(sizes)}, layout="{layout}") gives the '
-            "positions of each rank"
+            f"the ranks have {sizes} of {sum(sizes)} positions, and q of position {position} has "
+            f"the shape {tuple(q.shape)}: expected at least one position on each rank, in the "
+            f'layout "{layout}" {expected}, as p101.context_positions gives them'
         )
 
 

@@ -161,18 +161,13 @@ def cut_points(
         return [range(a, b) for a, b in pairwise(cuts)]
     counts = list(layers_per_stage) if isinstance(layers_per_stage, Sequence) else []
     whole = [count for count in counts if type(count) is int and count > 0]
-    if len(whole) != stages or counts != whole or sum(counts) != len(entries):
+    parts = [range(a, b) for a, b in pairwise(accumulate(whole, initial=0))]
+    filled = [part for part in parts if not set(part).isdisjoint(with_parameters)]
+    if len(filled) != stages or counts != whole or sum(counts) != len(entries):
         raise ValueError(
             f"layers_per_stage={layers_per_stage!r}: expected {stages} numbers, one for each "
-            "stage, 1 or more, that add up to the "
-            f"{len(entries)} modules of the model's sequence"
-        )
-    parts = [range(a, b) for a, b in pairwise(accumulate(counts, initial=0))]
-    empty = [stage for stage, part in enumerate(parts) if not set(part) & set(with_parameters)]
-    if empty:
-        raise ValueError(
-            f"layers_per_stage={counts}: stage {empty[0]} has no module with parameters; "
-            "expected at least one"
+            f"stage, 1 or more, that add up to the {len(entries)} modules of the model's sequence, "
+            "and on each stage a module with parameters"
         )
     return parts
 

@@ -165,19 +165,11 @@ def schedule_for(
             microbatches=stages if microbatches is None else microbatches,
             chunks=chunks,
         )
-    if len(given.ranks) != stages:
+    has = len(given.ranks), given.microbatches, len(given.placement)
+    if (stages, microbatches or has[1]) != has[:2] or chunks * stages not in (stages, has[2]):
         raise ScheduleError(
-            f"the schedule is for {len(given.ranks)} ranks: expected one for the {stages} ranks of "
-            "this pipeline"
-        )
-    if microbatches not in (None, given.microbatches):
-        raise ScheduleError(
-            f"microbatches={microbatches}, but the schedule has {given.microbatches}: leave it "
-            "out, or pass the same number"
-        )
-    if chunks * stages not in (stages, len(given.placement)):
-        raise ScheduleError(
-            f"chunks={chunks}, but the schedule has {len(given.placement)} stages: expected "
-            "the same, or leave it out"
+            f"the schedule is for {has[0]} ranks, {has[1]} microbatches and {has[2]} stages: "
+            f"expected one for the {stages} ranks of this pipeline, and microbatches and chunks "
+            f"(here {microbatches} and {chunks}) left out, or the same"
         )
     return given

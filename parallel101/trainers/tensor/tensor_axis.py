@@ -169,12 +169,7 @@ def shard_of(
     if style.name == "row":
         return Shard(1, tuple(split_sizes(module.in_features, size)))
     around, parts, heads = modules[name.rpartition(".")[0]], style.parts, style.heads
-    part, rest = divmod(module.out_features, parts)
-    if rest:
-        raise ValueError(
-            f"plan: {name!r} has {module.out_features} outputs, which can't be cut into "
-            f"{parts} equal parts (parts={parts})"
-        )
+    part = module.out_features // parts
     if isinstance(heads, str):
         if (count := whole_number(vars(around).get(heads))) is None:
             raise ValueError(
@@ -186,10 +181,10 @@ def shard_of(
     if heads is None and style.name == "column":
         width = head_width(around)
         heads = part // width if width and part % width == 0 else None
-    if heads is not None and part % heads:
+    if module.out_features % (parts * (heads or 1)):
         raise ValueError(
-            f"plan: {name!r} has {part} outputs{' per part' * (parts > 1)}, which can't be cut "
-            f"into {heads} equal heads (heads={heads})"
+            f"plan: {name!r} has {module.out_features} outputs, which can't be cut into {parts} "
+            f"equal parts of {heads or 1} equal heads (parts={parts}, heads={heads})"
         )
     if heads is not None and heads % size:
         raise ValueError(
