@@ -769,7 +769,7 @@ def exit_while_nobody_needs_it(rank):
 
 @failed(
     worlds="srun",
-    job=("the connection to the job's store at localhost:", "rank 0's), or its machine"),
+    job=("rank 0 (on localhost) has ended before its program", "…/faults.py"),
 )
 def killed_with_the_jobs_store(rank):
     os.kill(os.getpid(), 9) if rank == 0 else dist.barrier()
@@ -780,7 +780,7 @@ def killed_with_the_jobs_store(rank):
     rank=1,
     size=3,
     worlds="gloo torchrun",
-    job=("C++ aborts rank 1: …", "The program is at …faults.py:…dist.recv(torch.empty(4), 0)"),
+    job=("rank 1 (on … is aborted by C++", "is at …faults.py:…dist.recv(torch.empty(4), 0)"),
 )
 def abort_of_gloo(rank):
     if rank == 0:

@@ -1,90 +1,26 @@
 """Several hosts on one Linux machine, for tests: each has namespaces of its own.
 
-    node0: network, name, processes, clock, /etc/hosts ── tap ──┐
-    node1: the same                                    ── tap ──┴── Switch: delay, rate, cut
+    node0: network, name, processes, clock, /etc/hosts ── a bridge
+    node1: the same                                    ── a cable (veth) to it, which can be cut
 
 What a host is, dies with the first of its processes: its network, its clock and whatever runs on
 it. That process reads a pipe that pytest holds, so nothing is left behind when pytest is killed.
-
-The links are this file's own. `tc netem` would do the same, but many a virtual machine's kernel
-lacks it ("Specified qdisc kind is unknown"). A frame leaves the switch when those before it to the
-same host have left, at so many bytes a second, and arrives after the delay.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import heapq
 import json
 import os
-import select
 import shutil
-import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 INTERFACES = ("eth0", "ens3", "enp1s0", "bond0")  # hosts call their interfaces differently
-
-
-class Switch(threading.Thread):
-    """Passes Ethernet frames between the hosts.
-
-    Args:
-        delay: seconds on the way from host to host.
-        rate: bytes a second towards each host.
-    """
-
-    def __init__(self, delay: float, rate: float):
-        super().__init__(daemon=True, name="switch")
-        self.delay, self.rate = delay, rate
-        self.taps: list[int] = []
-        self.cut: set[int] = set()  # hosts whose cable is pulled out
-        self.free = [0.0] * len(INTERFACES)  # when the way to each host is free
-        self.on_the_way: list[tuple[float, int, int, bytes]] = []
-        self.stopped = threading.Event()
-
-    def add(self, name: str) -> None:
-        """A new port: an interface that can be moved to a host."""
-        tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
-        self.taps.append(tap)
-
-    def run(self) -> None:
-        while not self.stopped.is_set():
-            wait = max(0.0, self.on_the_way[0][0] - time.monotonic()) if self.on_the_way else 0.2
-            for tap in select.select(self.taps, [], [], min(wait, 0.2))[0]:
-                with contextlib.suppress(OSError):  # the host is gone
-                    self._take(self.taps.index(tap), os.read(tap, 65536))
-            while self.on_the_way and self.on_the_way[0][0] <= time.monotonic():
-                _, _, host, frame = heapq.heappop(self.on_the_way)
-                with contextlib.suppress(OSError):
-                    os.write(self.taps[host], frame)
-
-    def _take(self, source: int, frame: bytes) -> None:
-        # a host's number is the last byte of its address; one to all begins with an odd byte
-        to_all = frame[0] & 1
-        for host in range(len(self.taps)) if to_all else [frame[5]]:
-            if host == source or host >= len(self.taps) or {host, source} & self.cut:
-                continue
-            left = max(time.monotonic(), self.free[host]) + len(frame) / self.rate
-            self.free[host] = left
-            heapq.heappush(self.on_the_way, (left + self.delay, time.monotonic_ns(), host, frame))
-
-    def stop(self) -> None:
-        self.stopped.set()
-        self.join()
-        self.close()
-
-    def close(self) -> None:
-        for tap in self.taps:
-            os.close(tap)
 
 
 class Host:
@@ -95,9 +31,9 @@ class Host:
         own_name_is_loopback: its /etc/hosts has 127.0.1.1 for its own name, as Debian writes it.
     """
 
-    def __init__(self, number: int, switch: Switch, clock: int, own_name_is_loopback: bool):
-        self.number, self.name, self.interface = number, f"node{number}", INTERFACES[number]
-        port = f"p{os.getpid()}n{number}"
+    def __init__(self, number: int, node0: Host | None, clock: int, own_name_is_loopback: bool):
+        self.number, self.name, interface = number, f"node{number}", INTERFACES[number]
+        self.node0, self.cable = node0 or self, f"cable{number}"
         own = {number: "127.0.1.1"} if own_name_is_loopback else {}
         names = [f"{own.get(n, f'10.101.0.{n + 1}')} node{n}" for n in range(len(INTERFACES))]
         files = {
@@ -121,17 +57,30 @@ class Host:
                 raise OSError(self.process.communicate()[1].strip())
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
             self.first = int(children.read_text())  # its process number 1
-            switch.add(port)
-            _run("ip", "link", "set", port, "netns", str(self.first))
-            address = f"02:00:00:00:00:{number:02x}"
-            _run(
-                *("nsenter", "-t", str(self.first), "--net", "sh", "-ec"),
-                f"ip link set lo up; ip link set {port} address {address} name {self.interface} up;"
-                f"ip address add 10.101.0.{number + 1}/24 dev {self.interface}",
-            )
+            if node0 is None:
+                self.ip(f"link add {interface} type bridge")
+            else:
+                other = f"veth peer name {interface} netns {self.first}"
+                node0.ip(f"link add {self.cable} type {other}")
+                node0.ip(f"link set {self.cable} master {INTERFACES[0]} up")
+            for link in ("lo", interface):
+                self.ip(f"link set {link} up")
+            self.ip(f"address add 10.101.0.{number + 1}/24 dev {interface}")
         except BaseException:
             self.die()
             raise
+
+    def ip(self, command: str) -> None:
+        """Run `ip` in its network."""
+        inside = ["nsenter", "-t", str(self.first), "--net", "ip", *command.split()]
+        subprocess.run(inside, check=True, capture_output=True)
+
+    def cut(self) -> None:
+        """Pull its cable out."""
+        self.node0.ip(f"link set {self.cable} down")
+
+    def mend(self) -> None:
+        self.node0.ip(f"link set {self.cable} up")
 
     def die(self) -> None:
         """Kill all its processes, at once."""
@@ -164,16 +113,16 @@ class Starter:
 
 
 class Hosts:
-    """Hosts on a switch."""
+    """Hosts that are connected."""
 
-    def __init__(self, starter: Starter, folder: Path, delay: float, rate: float):
+    def __init__(self, starter: Starter, folder: Path):
         self.starter, self.folder = starter, folder
-        self.switch = Switch(delay, rate)
         self.hosts: list[Host] = []
         self.names = 0
 
     def add(self, clock: int, own_name_is_loopback: bool) -> None:
-        self.hosts.append(Host(len(self.hosts), self.switch, clock, own_name_is_loopback))
+        node0 = self.hosts[0] if self.hosts else None
+        self.hosts.append(Host(len(self.hosts), node0, clock, own_name_is_loopback))
 
     def start(self, host: int, how: str, *arguments: str, **environ: str) -> Process:
         """Run torchrun, or a Python file, on a host. `how` is "torchrun" or "python"."""
@@ -192,10 +141,6 @@ class Hosts:
     def close(self) -> None:
         for host in self.hosts:
             host.die()
-        if self.switch.is_alive():
-            self.switch.stop()
-        else:
-            self.switch.close()
 
 
 class Process:
@@ -261,22 +206,19 @@ def hosts(
     count: int,
     folder: Path,
     *,
-    delay: float = 0.0,
-    rate: float = 1e9,
     clocks: Sequence[int] = (0, 0, 0, 0),
     own_name_is_loopback: bool = False,
 ) -> Iterator[Hosts]:
-    """So many hosts; see Switch and Host. Afterwards nothing of them is left.
+    """So many hosts; see Host. Afterwards nothing of them is left.
 
     Args:
         folder: where output is written.
         clocks: by host, how many seconds its clock is ahead of this machine's.
     """
-    made = Hosts(starter, folder, delay, rate)
+    made = Hosts(starter, folder)
     try:
         for number in range(count):
             made.add(clocks[number], own_name_is_loopback)
-        made.switch.start()
         yield made
     finally:
         made.close()
@@ -296,15 +238,8 @@ def why_not() -> str:
         return "needs Linux's namespaces"
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
         return f"needs {', '.join(missing)} (Debian: util-linux, iproute2)"
-    switch = Switch(0.0, 1e9)
     try:
-        Host(0, switch, 0, False).die()
+        Host(0, None, 0, False).die()
     except (OSError, subprocess.CalledProcessError) as error:
         return f"needs the right to make namespaces and network interfaces: {error}"
-    finally:
-        switch.close()
     return ""
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)

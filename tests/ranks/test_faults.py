@@ -93,7 +93,7 @@ def test_in_a_job_every_rank_ends_and_the_reason_is_printed(tmp_path):
         unsaid = [x for x in expected(FAULTS[name], job=True) if not re.search(x, job.text)]
         assert unsaid == [], f"{name}, {world}:\n{job.text}"
     told = jobs["exception_while_the_others_wait", "srun"].text
-    assert "job's store" not in told, "it ends with rank 0, when all have heard what rank 0 raised"
+    assert "rank 0 (on" not in told, "rank 0 ends when all have heard what it raised"
     for (name, _), job in jobs.items():
         assert (0 in job.exitcodes) == (name == "exit_while_nobody_needs_it"), (name, job.exitcodes)
         assert None not in job.exitcodes

@@ -31,24 +31,11 @@ def line_of(text, script):
     return textwrap.dedent(script)[: textwrap.dedent(script).index(text)].count("\n") + 1
 
 
-# How long a message of 8 bytes and one of 1 MB take from host to host, and back.
 SRUN = """
-    import json, os, socket, sys, time, torch, torch.distributed as dist, parallel101 as p101
+    import json, os, socket, torch, torch.distributed as dist, parallel101 as p101
 
-    def times():
-        rank, seconds = dist.get_rank(), []
-        for size in (1, 125_000, 1):
-            x = torch.zeros(size, dtype=torch.float64)
-            dist.barrier()
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(x, 5)
-                dist.recv(x, 5)
-            elif rank == 5:
-                dist.recv(x, 0)
-                dist.send(x, 0)
-            seconds.append(time.perf_counter() - start)
-        return socket.gethostname(), os.environ["LOCAL_RANK"], seconds
+    def where():
+        return socket.gethostname(), os.environ["LOCAL_RANK"]
 
     def deadlock():
         rank, x = dist.get_rank(), torch.zeros(1)
@@ -57,7 +44,7 @@ SRUN = """
             dist.recv(x, 5 - rank)  # both receive first
         dist.barrier()
 
-    print(json.dumps(p101.launch(times).results), flush=True)
+    print(json.dumps(p101.launch(where).results), flush=True)
     p101.launch(deadlock)
 """
 
@@ -65,7 +52,7 @@ SRUN = """
 def test_ranks_of_srun_on_three_hosts(starter, tmp_path):
     """Each host calls its interface differently, and believes that its own name is loopback."""
     write(tmp_path, SRUN)
-    with hosts(starter, 3, tmp_path, delay=0.02, rate=10e6, own_name_is_loopback=True) as cluster:
+    with hosts(starter, 3, tmp_path, own_name_is_loopback=True) as cluster:
         ranks = [
             cluster.start(
                 rank // 2,
@@ -86,12 +73,7 @@ def test_ranks_of_srun_on_three_hosts(starter, tmp_path):
         assert all(rank.wait() == 1 for rank in ranks)
     results = {re.findall(r"^\[\[.*", rank.text, re.MULTILINE)[0] for rank in ranks}
     assert len(results) == 1, "every rank gets all results"
-    names, local, seconds = zip(*json.loads(results.pop()))
-    assert names == tuple(f"node{rank // 2}" for rank in range(6))
-    assert local == ("0", "1") * 3
-    small, large, _ = seconds[0]
-    assert small >= 2 * 0.02, "there and back, each with the link's delay"
-    assert large >= 2 * (0.02 + 1e6 / 10e6)
+    assert json.loads(results.pop()) == [[f"node{r // 2}", str(r % 2)] for r in range(6)]
     line = line_of("dist.recv(x, 5 - rank)", SRUN)
     assert f"rank 1 waits in recv from rank 4, at script.py:{line}" in ranks[0].text
     assert f"rank 4 waits in recv from rank 1, at script.py:{line}" in ranks[0].text
@@ -102,9 +84,7 @@ def test_ranks_of_srun_on_three_hosts(starter, tmp_path):
 # host.
 TRAINING = """
     import os, signal, time, torch, torch.distributed as dist
-    import parallel101.laboratory.ranks.torchrun as torchrun
 
-    torchrun.SILENT_FOR = 2
     dist.init_process_group("gloo")
     done = torch.zeros(1)
     for _ in range(20):
@@ -125,8 +105,8 @@ def test_clocks_that_differ_a_network_that_is_gone_for_a_while_and_a_rank_that_d
 ):
     write(tmp_path, TRAINING)
     options = "--nnodes 2 --nproc-per-node 2 --rdzv-backend static --rdzv-endpoint node0:29500"
-    script = "-m parallel101 run --record trace script.py"
-    with hosts(starter, 2, tmp_path, delay=0.002, rate=100e6, clocks=(0, 5000)) as cluster:
+    script = "-m parallel101 run --stuck-after 2 --record trace script.py"
+    with hosts(starter, 2, tmp_path, clocks=(0, 5000)) as cluster:
         jobs = [
             cluster.start(n, "torchrun", *f"{options} --node-rank {n} {script}".split())
             for n in range(2)
@@ -136,11 +116,11 @@ def test_clocks_that_differ_a_network_that_is_gone_for_a_while_and_a_rank_that_d
             return "".join(job.text for job in jobs)
 
         wait_for(lambda: len(list(tmp_path.glob("half way *"))) == 4, 90, said)
-        cluster.switch.cut.add(1)
-        wait_for(lambda: "the job's store at node0:29500 has not" in jobs[1].text, 30, said)
+        cluster.hosts[1].cut()
+        wait_for(lambda: re.search("ranks 2 and 3 .* not answer", jobs[0].text), 30, said)
         line = line_of("dist.all_reduce(done)", TRAINING)
-        assert f"script.py:{line}" in jobs[1].text
-        cluster.switch.cut.clear()
+        assert f"script.py:{line}" in jobs[0].text
+        cluster.hosts[1].mend()
         (tmp_path / "enough").touch()
         assert [job.wait() for job in jobs] == [1, 1], said()
         told = said()
@@ -189,9 +169,9 @@ def test_a_host_that_dies_and_torchrun_that_restarts_the_others(starter, tmp_pat
         )
         cluster.hosts[1].die()
         assert first.wait() == 0, first.text
-    assert "parallel101 run: lost rank 1 (on node1)" in first.text
+    assert "rank 1 (on node1) has ended before its program" in first.text
     line = line_of("dist.all_reduce", RESTARTED)
-    assert f'"script.py", line {line}, in <module>' in first.text
+    assert re.search(rf'script.py(:|", line ){line}\b', first.text)
     assert "attempt 1 ends alone" in first.text
     # the folder is that of both hosts: the record of the one that died is still there
     assert main(["merge", str(tmp_path / "trace")]) == 0

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.laboratory.ranks.pickling import pack
 from parallel101.laboratory.ranks.processes import Rendezvous
 from parallel101.laboratory.ranks.program import unpack_program
-from parallel101.laboratory.ranks.wire import pack
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -1,24 +1,15 @@
-"""Which processes are ranks of srun and mpirun, and which have ended. (They join a launch:
-faults.py, test_hosts.py.)
+"""Which processes are ranks of srun and mpirun. (They join a launch: faults.py, test_hosts.py.)
 
 The variables are those of Slurm 26.05's man pages and of Open MPI's and MPICH's documentation.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
-import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.ranks.heartbeat import Heartbeats, ended_text
-from parallel101.laboratory.ranks.job_messages import to_json
+from parallel101.laboratory.ranks.program import loopback_explained
 from parallel101.laboratory.ranks.schedulers import torchrun_variables
-from parallel101.laboratory.ranks.torchrun import loopback_explained
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
@@ -72,14 +63,3 @@ def test_a_host_whose_name_is_loopback_is_explained():
         raise RuntimeError(f"Gloo connectFullMesh failed with {refused}")
     with pytest.raises(RuntimeError, match="no space"), loopback_explained():
         raise RuntimeError("no space")
-
-
-def test_ranks_of_this_host_whose_process_has_ended():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    store, here = dist.HashStore(), socket.gethostname()
-    heartbeats = Heartbeats(0, 5, store)  # rank 4 has not come yet
-    for rank, where in ((1, [here, gone.pid]), (2, [here, os.getpid()]), (3, ["other", gone.pid])):
-        store.set(f"heartbeat/{rank}", to_json([0.0, *where]))
-    assert heartbeats.ended() == {1} and heartbeats.unknown == {4}
-    assert ended_text({1}).startswith(f"rank 1 (on {here}) has ended before its program")

@@ -12,8 +12,9 @@ import threading
 
 import pytest
 
-from parallel101.laboratory.ranks.stuck import SILENT, StuckDetector, rank_lines, stuck_text
-from parallel101.laboratory.ranks.watcher import RankObserver, stack_lines
+from parallel101.laboratory.ranks.diagnosis import SILENT, rank_lines, stuck_text
+from parallel101.laboratory.ranks.run_watcher import StuckDetector
+from parallel101.laboratory.ranks.watcher import Watcher, stack_lines
 from parallel101.laboratory.ranks.wire import RankStack
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
@@ -127,24 +128,28 @@ def gets(waiting):
 def test_the_place_is_the_programs_own_line_and_the_stack_has_the_librarys_too():
     waiting = queue.Queue()
     with Blocked(lambda: gets(waiting), lambda: waiting.put(1)) as blocked:
-        observer, place = RankObserver(blocked.recorder, print), line_of(gets, "waiting.get()")
-        while (stack := observer.stack()).place != place or "queue.py" not in str(stack.lines):
-            pass
+        watcher, place = Watcher(blocked.recorder, None), line_of(gets, "waiting.get()")
+        assert watcher.stacks()[0].place == "its start, before the program"
+        watcher.outside = ""
+        while True:
+            (stack,) = watcher.stacks()
+            if stack.place == place and "queue.py" in str(stack.lines):
+                break
         assert stack.rank == 3 and "waiting.get()" in "\n".join(stack.lines)
-        assert observer.stack("its start, before the program").place.startswith("its start")
 
 
 def test_seconds_without_a_call_begin_again_with_each_call():
     recorder = RankRecorder(0, recording=False)
-    observer = RankObserver(recorder, print)
-    observer.clock.look(0)
-    observer.clock.since -= 100.0
-    assert 100.0 <= observer.stack().quiet < 130.0
-    recorder.count_collective("world", "barrier")
-    assert observer.stack().quiet < 30.0
-    observer.clock.since -= 100.0
-    recorder.next_seq(("send", 1, 0, "world"), "a.py:1", 4)
-    assert observer.stack().quiet < 30.0
+    watcher = Watcher(recorder, None)
+    watcher.clock.look(0)
+    for calls in (
+        lambda: recorder.count_collective("world", "barrier"),
+        lambda: recorder.next_seq(("send", 1, 0, "world"), "a.py:1", 4),
+    ):
+        watcher.clock.since -= 100.0
+        assert 100.0 <= watcher.stacks()[0].quiet < 130.0
+        calls()
+        assert watcher.stacks()[0].quiet < 30.0
 
 
 def test_of_a_deep_stack_the_innermost_calls_are_shown():

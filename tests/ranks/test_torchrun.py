@@ -9,8 +9,8 @@ import subprocess
 import sys
 import textwrap
 
-# CPython tells an audit hook of each class or function that an unpickler looks up. torch.load with
-# weights_only has an unpickler of its own, which looks up none.
+# CPython tells an audit hook of each class or function that an unpickler imports. One that makes
+# objects of listed classes only imports none.
 SCRIPT = """
     import sys, threading, torch, torch.distributed as dist, parallel101 as p101
 

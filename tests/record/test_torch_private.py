@@ -267,3 +267,10 @@ def test_optimizers_on_meta():
     except RuntimeError:
         refused = True
     assert refused, moved("_get_fused_kernels_supported_devices", "virtual GPUs")
+
+
+def test_what_weights_only_makes():
+    made = torch_private.made_by_weights_only()
+    expected = {"torch._utils._rebuild_parameter", "torch.float32", "collections.OrderedDict"}
+    assert expected <= made.keys(), moved("_get_allowed_globals", "a job's ranks")
+    assert "torch.storage._load_from_bytes" not in made, "it unpickles"

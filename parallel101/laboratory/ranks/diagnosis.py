@@ -1,5 +1,6 @@
-"""Makes the errors for ranks that raised, died or ran out of time.
+"""Says what the ranks of a run do, and makes the errors for ranks that raised, died or took long.
 
+    statuses, stacks ─────▶ rank_lines      who waits for whom, and where the others are
     exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
     exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
     time limit ───────────▶ timed_out       where each rank was
@@ -11,17 +12,104 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from parallel101.laboratory.ranks.output import GLOO_ABORT
-from parallel101.laboratory.ranks.wire import Failure
+from parallel101.laboratory.ranks.wire import Failure, RankStack
 from parallel101.laboratory.record.calls import Call, places_of
 from parallel101.laboratory.record.errors import LaunchTimeout, RankFailed, dropped_lines
 from parallel101.laboratory.record.program_lines import is_inside, is_library, shown
+from parallel101.laboratory.record.units import ranks_text
+from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 
 # gloo's words: bytes that arrived, bytes expected
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 RUN_CHECKED = "Run it again with trace=True: a checked run names the two calls that disagree."
+IDLE_SHARE = 0.1  # of one core: a rank that uses less is blocked
+SILENT = (
+    "does not answer: its process is stopped, C code in it holds Python's lock, or its host can't "
+    "be reached"
+)
+ABSENT = "had not reached this launch: every process of the job must make the same launches"
+PLURAL = {"waits": "wait", "has": "have", "is": "are", "does": "do", "had": "had"}
+
+
+# ---- what the ranks do ----
+
+
+def rank_lines(
+    graph: WaitForGraph,
+    stacks: Mapping[int, RankStack],
+    unknown: str = "",
+    details: bool = False,
+    absent: Sequence[int] = (),
+) -> list[str]:
+    """Return lines that say what each rank waits for, or where it is.
+
+    Ranks of which the same is true share a line.
+
+    Args:
+        graph: with the status of the ranks; on sim, that of its one process.
+        stacks: of the ranks that have answered. On sim, a stack also says what its rank waits for.
+        unknown: what to say about the others. "": nothing.
+        details: also what each of the ranks does that don't wait, and its Python stack.
+        absent: ranks of a job that have not come.
+    """
+    ranks_with: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted({*range(len(graph.ranks)), *stacks}):
+        status = graph.ranks[rank] if rank < len(graph.ranks) else RankStatus()
+        stack = stacks.get(rank)
+        lines = [ABSENT if rank in absent else unknown]
+        if (call := status.blocked) is not None:
+            missing = graph.missing(call)
+            whom = f"for {ranks_text(missing)}" if missing else "though all its peers have called"
+            silent = " (it does not answer now)" if unknown and stack is None else ""
+            lines = [f"waits in {call.kind} {whom}, at {shown(call.where)}{silent}"]
+        elif status.returned:
+            lines = ["has returned"]
+        elif stack is not None and stack.waits:
+            lines = [f"waits {stack.waits}, at {shown(stack.place)}"]
+        elif stack is not None and stack.place:
+            lines = [f"is at {shown(stack.place)}", *(_details(stack) if details else [])]
+        if lines != [""]:
+            ranks_with.setdefault(tuple(lines), []).append(rank)
+    return [line for lines, ranks in ranks_with.items() for line in _of_ranks(lines, ranks)]
+
+
+def _of_ranks(lines: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    verb, _, rest = lines[0].partition(" ")
+    if len(ranks) > 1:
+        verb = PLURAL[verb]
+    return [f"{ranks_text(ranks)} {verb} {rest}", *lines[1:]]
+
+
+def _details(stack: RankStack) -> list[str]:
+    lines = []
+    if stack.quiet is not None:
+        does = "is blocked" if stack.busy < IDLE_SHARE else "computes or loops"
+        lines.append(
+            f"  In {stack.quiet:.0f} s it has called nothing of torch.distributed. Now it uses "
+            f"{stack.busy:.0%} of a core: it {does}."
+        )
+    if stack.lines:
+        lines += ["  Its Python stack, the innermost call last:", *(f"  {x}" for x in stack.lines)]
+    return lines
+
+
+def stuck_text(lines: list[str], seconds: float, pause: float) -> str:
+    """Return the whole report of a run that makes no progress.
+
+    Args:
+        lines: what `rank_lines` returns.
+        seconds: without progress.
+        pause: seconds until the next report.
+    """
+    head = f"parallel101: no progress for {int(seconds)} s, and no deadlock that can be proven."
+    end = f"The run goes on. If nothing changes, the next report comes in {pause:.0f} s."
+    return "\n  ".join([head, *lines, end])
+
+
+# ---- errors ----
 
 
 def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
@@ -40,7 +128,9 @@ def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
 
 def rank_died(
     rank: int,
-    code: int | None,
+    how: str,
+    code: int | None = None,
+    *,
     crash_dump: str = "",
     stderr: str = "",
     checked: bool = False,
@@ -49,16 +139,14 @@ def rank_died(
     """Return the error for a rank that ended before its function returned.
 
     Args:
+        how: it ended.
         crash_dump: what faulthandler wrote, if anything.
         stderr: the end of what the rank wrote there.
         checked: whether its calls were compared with those of other ranks.
         others: what the other ranks did.
     """
-    how = "was lost: its fork server ended" if code is None else how_it_ended(code)
-    message = [
-        f"rank {rank} {how}"
-        + (f", at {shown(place)}" if (place := crash_place(crash_dump)) else "")
-    ]
+    at = f", at {shown(place)}" if (place := crash_place(crash_dump)) else ""
+    message = [f"rank {rank} {how}{at}"]
     last_lines = [line for line in stderr.splitlines() if line.strip()]
     if sizes := TOO_LONG.search(stderr):
         message += [
@@ -73,11 +161,28 @@ def rank_died(
     return RankFailed("\n  ".join([*message, *others, *last_lines[-3:]]), rank, code)
 
 
-def how_it_ended(code: int) -> str:
-    """Describe the early end of a rank by its exit code, for an error."""
+def how_it_ended(code: int | None) -> str:
+    """Describe the early end of a local rank by its exit code, for an error."""
+    if code is None:
+        return "was lost: its fork server ended"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name} (exit code {code})"
     return f"exited with code {code} before its function returned"
+
+
+def how_it_was_lost(host: str, aborts: str = "") -> str:
+    """Describe the early end of a rank of a job. `aborts`: where it was when C++ aborted it."""
+    if aborts:
+        return (
+            f"(on {host}) is aborted by C++: one of its threads has thrown an exception that "
+            f"nothing catches. Its text is in the rank's output. The program is at {shown(aborts)}"
+            "\n  gloo does so if more bytes arrive than a rank expects."
+        )
+    return (
+        f"(on {host}) has ended before its program: its process was killed by a signal (perhaps "
+        "out of memory), or has called os._exit, or its machine has stopped or lost its network. "
+        "The report of its launcher (torchrun, srun, mpirun) has the exit code"
+    )
 
 
 def crash_place(dump: str) -> str:

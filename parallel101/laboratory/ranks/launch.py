@@ -25,10 +25,11 @@ import torch.distributed as dist
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS, chip_of
 from parallel101.laboratory.ranks.monitor import Monitor
+from parallel101.laboratory.ranks.pickling import pack, unpack
 from parallel101.laboratory.ranks.processes import Rendezvous, preload, start_ranks
 from parallel101.laboratory.ranks.program import will_import
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
-from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
+from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord
 from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.calls import never_waited
 from parallel101.laboratory.record.errors import (
@@ -245,8 +246,9 @@ def launch(
     preload(will_import(program[0]))
     rendezvous = Rendezvous() if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
-    prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
-    monitor = Monitor(processes, timeout, prefixes, checked=recording, stuck_after=stuck_after)
+    monitor = Monitor(len(processes), timeout, checked=recording, stuck_after=stuck_after)
+    for rank, process in zip(monitor.ranks, processes):
+        monitor.add_process(rank, process, "" if backend == "sim" else f"[rank {rank.rank}] ")
     cells = {name: e for name, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
     explained = False
     try:
@@ -267,6 +269,7 @@ def launch(
             )
             # if the process has died already, the monitor reports it
             with contextlib.suppress(OSError):
+                assert rank.wire is not None
                 rank.wire.send(JOB, job)
                 rank.wire.send_packed(PROGRAM, *program)
         monitor.watch()

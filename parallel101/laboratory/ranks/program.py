@@ -1,8 +1,9 @@
-"""Runs the caller's program on a rank of any backend, and pickles its result or its error.
+"""Runs the caller's program on a rank, and sends what it returned, or how it failed.
 
-unpack_program
-    ──▶ the program, inside own_init_accepted and forked_children_exit
-    ──▶ pack_result | failure_of, send_failure
+run_rank: join the process group ──▶ the program, inside own_init_accepted and forked_children_exit
+                                 ──▶ record, and result or failure
+
+The processes of a launch and those of a job run it. Virtual ranks use parts of it (simworker.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,12 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from parallel101.laboratory.ranks.watcher import exit_process
-from parallel101.laboratory.ranks.wire import FAILURE, Failure, Wire, pack, unpack
-from parallel101.laboratory.record import torch_private
+from parallel101.laboratory.ranks.pickling import pack, pack_result, unpack
+from parallel101.laboratory.ranks.watcher import Watcher, exit_process
+from parallel101.laboratory.ranks.wire import FAILURE, RESULT, Failure
+from parallel101.laboratory.record import process_groups, torch_private
 from parallel101.laboratory.record.errors import broken_connection, one_line, reports_another
-from parallel101.laboratory.record.process_groups import batches_on_nccl
 from parallel101.laboratory.record.program_lines import is_inside, is_library
+from parallel101.spans import record_into
 
 # What torch imports when an optimizer, a DTensor, FSDP2 or a pipeline is first used, a second each;
 # and what a test file imports.
@@ -37,6 +40,67 @@ SLOW_IMPORTS = (
     "pytest",
 )
 USE_DYNAMO = (b"optim", b"trainer", b"distributeddataparallel")
+
+
+def run_rank(
+    watcher: Watcher,
+    backend: str,
+    world_size: int,
+    local_rank: int,
+    store: Callable[[], dist.Store],
+    load: Callable[[], tuple[Callable, tuple, dict]],
+    loaded: set[str] = frozenset(),  # type: ignore[assignment]
+) -> Failure | None:
+    """Join the process group and run the program. Send its record, and its result or failure.
+
+    Args:
+        store: returns the store by which the ranks meet.
+        load: returns the function and its arguments.
+        loaded: modules that were imported before.
+    """
+    recorder, wire = watcher.recorder, watcher.wire
+    if recorder.recording:
+        record_into(recorder)
+    failure = None
+    try:
+        process_groups.own_device(backend, local_rank)
+        with loopback_explained():
+            process_groups.init(backend, recorder, store(), recorder.rank, world_size)
+        function, args, kwargs = load()
+        process_groups.start_together()
+        watcher.outside = ""
+        with own_init_accepted(), forked_children_exit(), watcher.uncaught.held():
+            value = function(*args, **kwargs)
+        watcher.outside = "its end, sending back what it returned"
+        packed = pack_result(value, recorder.rank, wire.plain)
+        del value
+    except BaseException as error:
+        failure = failure_of(recorder.rank, error)
+    record_into(None)
+    with contextlib.suppress(OSError):  # nobody reads any more: the watcher finds that out
+        if failure is None:
+            recorder.close()
+            watcher.send_record(slow_imports(loaded))
+            wire.send_packed(RESULT, *packed)
+        else:
+            watcher.send_record()
+            wire.send_packed(FAILURE, *pack_failure(failure, wire.plain))
+    return failure
+
+
+@contextlib.contextmanager
+def loopback_explained() -> Iterator[None]:
+    """Add advice to gloo's error that another host's address is loopback, inside the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (address := re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))) is None:
+            raise
+        raise RuntimeError(
+            f"gloo looked for another host's rank at {address[1]}, which is this host itself: "
+            "there, the host's own name has this address. Name the interface that connects the "
+            "hosts, on all of them, e.g. GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)"
+        ) from error
 
 
 def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
@@ -137,7 +201,7 @@ def own_init_accepted() -> Iterator[None]:
     with (
         instead(c10d.init_process_group, accept),
         instead(c10d.destroy_process_group, keep_world),
-        batches_on_nccl(),
+        process_groups.batches_on_nccl(),
     ):
         yield
 
@@ -198,17 +262,6 @@ def slow_imports(before: set[str]) -> list[str]:
     ]
 
 
-def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
-    """Pickle what a rank returned. Raises TypeError, with advice, when that is not possible."""
-    try:
-        return pack(value)
-    except Exception as error:
-        raise TypeError(
-            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be "
-            f"sent back: {error}. Return tensors, numbers, strings, or containers of them."
-        ) from None
-
-
 def failure_of(rank: int, error: BaseException) -> Failure:
     """Return the Failure that tells the launching process of an exception that `rank` raised."""
     return Failure(
@@ -221,19 +274,15 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     )
 
 
-def pack_failure(failure: Failure) -> tuple[bytes, list]:
+def pack_failure(failure: Failure, plain: bool = False) -> tuple[bytes, list]:
     """Pickle a failure. An exception that can't be pickled is sent as its text."""
     failure.error.__traceback__ = None  # its frames hold tensors, works and groups
     try:
-        packed = pack(failure)
-        unpack(*packed)
+        packed = pack(failure, plain)
+        unpack(*packed, plain)
     except Exception:
-        packed = pack(failure._replace(error=RuntimeError(failure.headline)))
+        packed = pack(failure._replace(error=RuntimeError(failure.headline)), plain)
     return packed
-
-
-def send_failure(wire: Wire, failure: Failure) -> None:
-    wire.send_packed(FAILURE, *pack_failure(failure))
 
 
 def program_traceback(error: BaseException) -> str:

@@ -1,11 +1,14 @@
-"""Watches a run by what all its ranks report: misuse, deadlocks, ranks that keep others waiting.
+"""Judges a run by what all its ranks report: misuse, deadlocks, ranks that keep others waiting.
 
     statuses and calls of all ranks ──▶ RunWatcher.look ──▶ the error that ends the run
                                              ├────────────▶ reports while it goes on
                                              └ asks the ranks for their stacks
 
-The launching process of local ranks gets all this by pipes (monitor.py), rank 0 of a job by the
-job's store (torchrun.py). Both call `look` again and again.
+    rank 0  ── all_reduce ── waits ────────────────────▶  after `stuck_after` seconds: a report with
+    rank 1  ── q.get() ── never comes, or computes long    the stack of rank 1. The run goes on.
+
+A rank may be in an endless loop, or blocked by a lock, a queue whose worker died or a full disk. It
+may also compute for long. Nobody can know whether it will come, so a report never ends a run.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from parallel101.laboratory.ranks.stuck import SILENT, StuckDetector, rank_lines, stuck_text
+from parallel101.laboratory.ranks.diagnosis import SILENT, rank_lines, stuck_text
 from parallel101.laboratory.ranks.wire import RankStack
 from parallel101.laboratory.record.calls import Call, CallChecker
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError
@@ -32,6 +35,50 @@ WAIT_FOR_CAUSE = 0.05
 # seconds for other ranks' calls of a collective in which two differ, to tell which is the odd one
 WAIT_FOR_CALLS = 0.3
 LOOK_AT_PROCESSES_EVERY = 0.5  # seconds; a process counts as stopped at the second look
+SHORTEST_PAUSE = 0.5  # seconds between two looks at ranks that still make progress
+
+
+class StuckDetector:
+    """Says when a run has made no progress for so long that there should be a report.
+
+    At least one rank waits then, and the others have called nothing. A rank that has returned
+    waits for all that have not. Reports about the same waits come after `after` seconds, then after
+    twice that time, and so on.
+
+    Args:
+        after: seconds; infinity: no report.
+    """
+
+    def __init__(self, after: float):
+        self.after = self.pause = after
+        # by rank: the call that it waits in; True if it has returned; None
+        self.waits: Sequence[Call | bool | None] = ()
+        self.since = self.next_report = 0.0
+
+    def due(self, now: float, graph: WaitForGraph) -> float:
+        """Return when to read the stacks of all ranks; infinity while no rank waits."""
+        waits = [status.returned or status.blocked for status in graph.ranks]
+        if waits != self.waits:
+            self.waits, self.since = waits, now
+            self.pause, self.next_report = self.after, now + self.after
+        return self.next_report if any(waits) and not all(w is True for w in waits) else math.inf
+
+    def stuck(self, now: float, quiet: Mapping[int, float]) -> bool:
+        """Return whether to report now. If not, `due` is later.
+
+        Args:
+            quiet: by rank, the seconds in which it has called nothing; a rank that did not answer
+                is left out.
+        """
+        running = [
+            quiet[rank] for rank, wait in enumerate(self.waits) if not wait and rank in quiet
+        ]
+        if (least := min(running, default=math.inf)) < self.after:
+            self.next_report = now + max(self.after - least, SHORTEST_PAUSE)
+            return False
+        self.pause *= 2
+        self.next_report = now + self.pause
+        return True
 
 
 class RunWatcher:
@@ -75,10 +122,11 @@ class RunWatcher:
         if self.calls.all_called:
             self.misuse_due = min(self.misuse_due, now + WAIT_FOR_CAUSE)
 
-    def look(self, now: float) -> MisuseError | DeadlockError | None:
+    def look(self, now: float, pids: Mapping[int, int]) -> MisuseError | DeadlockError | None:
         """Return the error that ends the run, if there is one, and write the reports that are due.
 
-        Ranks that wait for each other until a time limit of their own are reported.
+        Ranks that wait for each other until a time limit of their own are reported, and ranks that
+        a signal such as SIGSTOP has stopped. `pids`: by rank, the processes of this host.
         """
         if now >= self.misuse_due:
             return self.calls.error()
@@ -90,30 +138,25 @@ class RunWatcher:
             self.report_wanted = False
             self.report("parallel101: what the ranks do now (SIGUSR1)")
         if now >= self.stuck.due(now, self.graph):
-            self._report_no_progress()
+            stacks = self.ask_stacks()
+            quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
+            if self.stuck.stuck(now := time.monotonic(), quiet):
+                self.say(stuck_text(self._lines(stacks), now - self.stuck.since, self.stuck.pause))
+        if now >= self.next_look_at_processes:
+            self.next_look_at_processes = now + LOOK_AT_PROCESSES_EVERY
+            self._report_stopped(pids)
         return None
 
     def next_look(self, now: float) -> float:
         """Return when to call `look`, if nothing changes before."""
         return min(self.misuse_due, self.graph.next_look, self.stuck.due(now, self.graph))
 
-    def report_stopped(self, pids: Mapping[int, int], own: int = -1) -> None:
-        """Report ranks that a signal such as SIGSTOP has stopped, while others wait. Call it often.
-
-        Args:
-            pids: by rank, the processes of this host.
-            own: of a job's ranks, which all call it: this one. The lowest one that runs reports.
-        """
-        if (now := time.monotonic()) < self.next_look_at_processes:
-            return
-        self.next_look_at_processes, before = now + LOOK_AT_PROCESSES_EVERY, self.stopped
-        self.stopped = {rank for rank, pid in pids.items() if _is_stopped(pid)}
+    def _report_stopped(self, pids: Mapping[int, int]) -> None:
+        before, self.stopped = self.stopped, {r for r, pid in pids.items() if _is_stopped(pid)}
         self.reported_stopped &= self.stopped
         new = sorted(self.stopped & before - self.reported_stopped)
-        if not new or not any(status.blocked for status in self.graph.ranks):
-            return
-        self.reported_stopped.update(new)
-        if own <= min(pids.keys() - self.stopped, default=own):
+        if new and any(status.blocked for status in self.graph.ranks):
+            self.reported_stopped.update(new)
             command = f"kill -CONT {' '.join(str(pids[rank]) for rank in new)}"
             head = f"parallel101: a signal has stopped {ranks_text(new)}. To continue: {command}"
             self.say("\n  ".join([head, *rank_lines(self.graph, {})]))
@@ -121,12 +164,6 @@ class RunWatcher:
     def report(self, head: str) -> None:
         """Report what each rank waits for, or where it is, with its stack."""
         self.say("\n  ".join([head, *self._lines(self.ask_stacks())]))
-
-    def _report_no_progress(self) -> None:
-        stacks = self.ask_stacks()
-        quiet = {rank: stack.quiet for rank, stack in stacks.items() if stack.quiet is not None}
-        if self.stuck.stuck(now := time.monotonic(), quiet):
-            self.say(stuck_text(self._lines(stacks), now - self.stuck.since, self.stuck.pause))
 
     def _lines(self, stacks: dict[int, RankStack]) -> list[str]:
         return rank_lines(self.graph, stacks, SILENT, details=True)

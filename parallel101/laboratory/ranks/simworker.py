@@ -21,17 +21,17 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
+from parallel101.laboratory.ranks.diagnosis import rank_lines, stuck_text
+from parallel101.laboratory.ranks.pickling import pack, pack_result
 from parallel101.laboratory.ranks.program import (
     failure_of,
     forked_children_exit,
     own_init_accepted,
     pack_failure,
-    pack_result,
     slow_imports,
     torchrun_environment,
     unpack_program,
 )
-from parallel101.laboratory.ranks.stuck import rank_lines, stuck_text
 from parallel101.laboratory.ranks.watcher import ControlThread, QuietClock, stack_lines
 from parallel101.laboratory.ranks.wire import (
     FAILURE,
@@ -42,7 +42,6 @@ from parallel101.laboratory.ranks.wire import (
     RankStack,
     VirtualExit,
     Wire,
-    pack,
 )
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import where

@@ -5,16 +5,15 @@ It says in which call, at which line, and what was posted so far.
     program's thread   … compute … ──wait()───────────────────────────▶ …
     watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "unblocked"
 
+It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing.
+So the newest reports of all ranks together tell a deadlock for certain (see record/wait_for.py).
 C code that holds Python's lock keeps it from running, too. Then the rank doesn't answer.
 
     gloo's thread      throws, and nobody catches it ──▶ std::terminate ──▶ held ──▶ abort
-    watcher                                      publishes this rank's last calls ──▶ a report
+    watcher                                       sends this rank's last calls ──▶ a report
 
 gloo throws in a thread of its own when more bytes arrive than a rank expects. Then C++ calls the
 function that std::set_terminate has got. (Crashes by a signal do not come here.)
-
-It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing.
-So the newest reports of all ranks together tell a deadlock for certain (see record/wait_for.py).
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
 from parallel101.laboratory.ranks.wire import (
+    ABORTS,
     ASK_RECORD,
     ASK_STACKS,
     CALLS,
@@ -59,48 +59,50 @@ HELD_FOR = 5.0  # seconds at most
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
-def recorded(recorder: RankRecorder, imported: Sequence[str] = ()) -> RankRecord:
-    """Return the record of a rank so far."""
-    events = recorder.events  # and with it the sums of earlier ones
-    return RankRecord(
-        events,
-        recorder.unfinished,
-        recorder.unwaited,
-        earlier=[*map(tuple, recorder.earlier)],
-        imported=imported,
-    )
-
-
 class ControlThread(threading.Thread):
-    """Answers the launching process.
+    """Answers the process that watches the run.
 
-    `may_exit` is set when the rank may exit. If the launching process is gone, the rank exits at
-    once.
+    Attributes:
+        may_exit: set when the rank need not wait for others any more.
+        outcome: in a job, what all ranks returned and recorded, packed.
     """
 
     def __init__(self, wire: Wire):
         super().__init__(daemon=True, name="parallel101 watcher")
         self.wire = wire
         self.may_exit = threading.Event()
+        self.outcome: Any = None
 
     def run(self) -> None:
         while not self.may_exit.is_set():
-            if select.select([self.wire], [], [], TICK)[0]:
-                self._answer()
-            with contextlib.suppress(OSError):  # the socket is gone: the next _answer exits
+            self.listen()
+            with contextlib.suppress(OSError):  # the socket is gone: the next `listen` says so
                 self.look()
 
-    def _answer(self) -> None:
+    def listen(self) -> None:
+        """Answer for up to a TICK."""
+        if not select.select([self.wire], [], [], TICK)[0]:
+            return
         try:
-            kind, _ = self.wire.receive()
+            kind, value = self.wire.receive()
         except (EOFError, OSError):
-            exit_process(1)
+            return self.unwatched()
         if kind == EXIT:
+            self.outcome = value
             self.may_exit.set()
         elif kind == ASK_STACKS:
             self.wire.send(STACKS, self.stacks())
         elif kind == ASK_RECORD:
             self.send_record()
+        else:
+            self.failed(*value)
+
+    def unwatched(self) -> None:
+        """End this process, because the one that watches it is gone."""
+        exit_process(1)
+
+    def failed(self, error: BaseException, teller: int) -> None:
+        """End this rank of a job, because the run has failed."""
 
     def look(self) -> None:
         """Report what has changed. It is called ten times a second."""
@@ -170,12 +172,10 @@ HANDLER = ctypes.CFUNCTYPE(None)
 def _set_terminate() -> Any:
     """Return the function std::set_terminate, or None where it is not found."""
     for name in LIBRARIES:
-        try:
+        with contextlib.suppress(OSError, AttributeError):
             function = ctypes.CDLL(name)[SET_TERMINATE]
-        except (OSError, AttributeError):
-            continue
-        function.argtypes, function.restype = [HANDLER], ctypes.c_void_p
-        return function
+            function.argtypes, function.restype = [HANDLER], ctypes.c_void_p
+            return function
     return None
 
 
@@ -183,16 +183,21 @@ def _set_terminate() -> Any:
 _WAITING = (*torch.autograd.__path__, *torch.futures.__path__)
 
 
-class RankObserver:
-    """Observes a real rank: what it posts, what it is blocked in, and where its program is.
+class Watcher(ControlThread):
+    """The watcher of a real rank: what it posts, what it is blocked in, where its program is.
 
     Args:
         recorder: of the rank.
-        send: takes the reports: STATUS and a RankStatus, or in a checked run CALLS and a list.
+        with_events: whether the record that it sends has the events.
+
+    Attributes:
+        outside: where the rank is, if not in the program; else "".
     """
 
-    def __init__(self, recorder: RankRecorder, send: Callable[[bytes, Any], None]):
-        self.recorder, self.send = recorder, send
+    def __init__(self, recorder: RankRecorder, wire: Wire, with_events: bool = True):
+        super().__init__(wire)
+        self.recorder, self.with_events = recorder, with_events
+        self.outside = "its start, before the program"
         self.calls: list[Call] = []  # that have been posted, and not reported yet
         if recorder.recording:
             recorder.on_call = self.calls.append
@@ -206,12 +211,16 @@ class RankObserver:
         self.reported: Call | None = None
 
     def look(self) -> None:
-        """Report what has changed. Call it ten times a second.
+        """Report what has changed.
 
         A call that blocks the program counts only from the second look.
         """
         self.clock.look(self.recorder.calls_posted)
         self.send_calls()
+        if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
+            self.send_record()
+            self.wire.send(ABORTS, self.place())
+            self.uncaught.may_abort.set()
         work = self.blocked_in()
         call = None if work is None else work.call
         seen, self.seen = self.seen, call
@@ -219,26 +228,40 @@ class RankObserver:
             return
         self.reported = call
         if work is None:
-            return self.send(STATUS, self.recorder.status())
+            return self.wire.send(STATUS, self.recorder.status())
         blocked = work.call._replace(where=self.place())
-        self.send(STATUS, self.recorder.status(blocked, work.caught_after))
+        self.wire.send(STATUS, self.recorder.status(blocked, work.caught_after))
 
     def send_calls(self) -> None:
         with self.sending_calls:
             if new := self.calls[:]:
                 del self.calls[: len(new)]
-                self.send(CALLS, new)
+                self.wire.send(CALLS, new)
+
+    def send_record(self, imported: Sequence[str] = ()) -> None:
+        """Send what was posted and recorded so far."""
+        self.send_calls()
+        self.wire.send(RECORD, (self.record(imported), self.recorder.status(messages=NEWEST)))
+
+    def record(self, imported: Sequence[str] = (), with_events: bool = False) -> RankRecord:
+        """Return the record of this rank so far."""
+        recorder = self.recorder
+        if not (self.with_events or with_events):
+            return RankRecord([], [], recorder.unwaited)
+        events = recorder.events  # and with it the sums of earlier ones
+        earlier = [*map(tuple, recorder.earlier)]
+        unfinished, unwaited = recorder.unfinished, recorder.unwaited
+        return RankRecord(events, unfinished, unwaited, earlier=earlier, imported=imported)
 
     def place(self) -> str:
         """Return the "file:line" at which the program is."""
         return where(sys._current_frames().get(self.recorder.thread))
 
-    def stack(self, outside: str = "") -> RankStack:
-        """Return the stack now. `outside`: where the rank is, if it isn't in its program."""
-        recorder, frame = self.recorder, sys._current_frames().get(self.recorder.thread)
-        quiet, busy = self.clock.look(recorder.calls_posted)
-        place = outside or program_place(frame)
-        return RankStack(recorder.rank, place, stack_lines(frame), quiet, busy)
+    def stacks(self) -> list[RankStack]:
+        frame = sys._current_frames().get(self.recorder.thread)
+        quiet, busy = self.clock.look(self.recorder.calls_posted)
+        place = self.outside or program_place(frame)
+        return [RankStack(self.recorder.rank, place, stack_lines(frame), quiet, busy)]
 
     def blocked_in(self) -> WatchedWork | None:
         """Return the call in which the program is blocked.
@@ -277,32 +300,6 @@ class RankObserver:
         return futures[0] if now - self.since >= IN_CPP_FOR else None
 
 
-class Watcher(ControlThread):
-    """The watcher of a real rank."""
-
-    def __init__(self, recorder: RankRecorder, wire: Wire):
-        super().__init__(wire)
-        self.observer = RankObserver(recorder, wire.send)
-        # where the rank is, if not in the program; else ""
-        self.outside = "its start, before the program"
-
-    def look(self) -> None:
-        self.observer.look()
-        uncaught = self.observer.uncaught
-        if uncaught.thrown.is_set() and not uncaught.may_abort.is_set():
-            self.send_record()
-            uncaught.may_abort.set()
-
-    def send_record(self, imported: Sequence[str] = ()) -> None:
-        """Send what was posted and recorded so far."""
-        self.observer.send_calls()
-        recorder = self.observer.recorder
-        self.wire.send(RECORD, (recorded(recorder, imported), recorder.status(messages=NEWEST)))
-
-    def stacks(self) -> list[RankStack]:
-        return [self.observer.stack(self.outside)]
-
-
 def _others_at_work(program: int) -> bool:
     """Return whether the program has another thread that may post something.
 
@@ -322,11 +319,8 @@ def _others_at_work(program: int) -> bool:
 
 
 def _in_program(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(frame) if frame is not None else ()
+    return any(not is_library(f.f_code.co_filename) for f, _ in frames)
 
 
 # ---- where the program is ----

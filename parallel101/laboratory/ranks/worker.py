@@ -23,26 +23,17 @@ import random
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from parallel101.laboratory.ranks.program import (
-    failure_of,
-    forked_children_exit,
-    own_init_accepted,
-    pack_result,
-    send_failure,
-    slow_imports,
-    torchrun_environment,
-    unpack_program,
-)
+from parallel101.laboratory.ranks.program import run_rank, torchrun_environment, unpack_program
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
-from parallel101.laboratory.ranks.wire import JOB, RESULT, Job, Wire
-from parallel101.laboratory.record import process_groups
+from parallel101.laboratory.ranks.wire import JOB, Job, Wire
 from parallel101.laboratory.record.recorder import RankRecorder
-from parallel101.spans import record_into
 
 SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
 
@@ -75,7 +66,7 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
 
             run_virtual_ranks(job, wire, loaded)
         else:
-            run_rank(job, wire, loaded)
+            run_real_rank(job, wire, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  # the launching process is gone, or needs no more
     except BaseException:
@@ -89,9 +80,9 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
         exit_process(code)
 
 
-def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
+def run_real_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
     """Run the program as one real rank."""
-    _, body, buffers = wire.receive_packed()
+    packed = wire.receive_packed()[1:]
     recorder = RankRecorder(
         job.rank,
         recording=job.recording,
@@ -100,35 +91,16 @@ def run_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
     )
     watcher = Watcher(recorder, wire)
     watcher.start()
-    if job.recording:
-        record_into(recorder)
-    failure = None
-    try:
-        assert job.rendezvous is not None
-        store = dist.FileStore(job.rendezvous)
-        process_groups.own_device(job.backend, job.rank)
-        process_groups.init(job.backend, recorder, store, job.rank, job.world_size)
-        _keep_send_buffers_small()
-        function, args, kwargs = unpack_program(body, buffers)
-        del body, buffers
-        process_groups.start_together()
-        watcher.outside = ""
-        with own_init_accepted(), forked_children_exit(), watcher.observer.uncaught.held():
-            value = function(*args, **kwargs)
-        watcher.outside = "its end, sending back what it returned"
-        packed = pack_result(value, job.rank)
-        del value
-    except BaseException as error:
-        failure = failure_of(job.rank, error)
-    record_into(None)
-    if failure is None:
-        recorder.close()
-        watcher.send_record(slow_imports(loaded))
-        wire.send_packed(RESULT, *packed)
-    else:
-        with contextlib.suppress(Exception):
-            watcher.send_record()
-        send_failure(wire, failure)
+
+    def load() -> tuple[Callable, tuple, dict]:
+        nonlocal packed
+        _keep_send_buffers_small()  # now, since the ranks are connected
+        program, packed = unpack_program(*packed), (b"", [])
+        return program
+
+    assert job.rendezvous is not None
+    store = partial(dist.FileStore, job.rendezvous)
+    run_rank(watcher, job.backend, job.world_size, job.rank, store, load, loaded)
     watcher.may_exit.wait()
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch._weights_only_unpickler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.deterministic
@@ -129,6 +130,15 @@ def leave_out_of_flight_recorder(backend: str) -> None:
     """
     backends: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     backends.add(backend)
+
+
+def made_by_weights_only() -> dict[str, Any]:
+    """Return what `torch.load(weights_only=True)` makes: classes and functions, by full name.
+
+    Relies on `torch._weights_only_unpickler._get_allowed_globals`.
+    """
+    names: dict[str, Any] = torch._weights_only_unpickler._get_allowed_globals()
+    return names
 
 
 def fill_new_tensors() -> None:

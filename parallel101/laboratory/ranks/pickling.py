@@ -1,0 +1,243 @@
+"""Pickles what ranks and the launching process send each other.
+
+    pack   ──▶ a body (pickle), and beside it the memory of each tensor, which is not copied
+    unpack ◀── the same
+
+Functions are pickled by cloudpickle, so a lambda or a notebook cell's function works.
+
+To unpickle is to run what the sender wrote. Between the ranks of a job, whose connections have no
+password, values are therefore *plain*: they hold no code, and the reader makes objects of listed
+classes only, as torch.load(weights_only=True) does: tensors, numbers, strings, containers, classes
+of this package that only hold values, and those that the program has allowed by
+torch.serialization.add_safe_globals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import io
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from types import BuiltinMethodType, MethodType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.serialization import get_safe_globals
+
+from parallel101.laboratory.record import errors, torch_private
+from parallel101.laboratory.record.trace import collector_paused
+
+SMALL = 1 << 16  # bytes of a storage that is sent whole, so that views of it stay views of it
+# what plain values may hold besides torch's list, since it runs nothing either
+HARMLESS = (range, slice, frozenset, RuntimeError)
+OWN_ERRORS = (errors.DeadlockError, errors.LaunchTimeout, errors.MisuseError, errors.RankFailed)
+
+
+def pack(value: Any, plain: bool = False) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """Pickle a value: the body, and the memory of its tensors, which is sent beside it."""
+    file, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
+    (_PlainPickler if plain else _Pickler)(file, buffers).dump(value)
+    return file.getvalue(), buffers
+
+
+def unpack(body: bytes, buffers: list, plain: bool = False) -> Any:
+    """Return the value that `pack` pickled. Its tensors are in the memory of `buffers` itself.
+
+    With `plain`, raise UnpicklingError for any class that isn't listed.
+    """
+    reader = _PlainUnpickler if plain else pickle.Unpickler
+    with collector_paused():  # a record may have millions of events
+        return reader(io.BytesIO(body), buffers=buffers).load()
+
+
+def pack_result(value: Any, rank: int, plain: bool = False) -> tuple[bytes, list]:
+    """Pickle what a rank returned. Raises TypeError, with advice, when that is not possible."""
+    try:
+        packed = pack(value, plain)
+        if plain:
+            unpack(*packed, plain)  # as the other ranks will do
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be "
+            f"sent back: {error}. Return tensors, numbers, strings, or containers of them."
+        ) from None
+    return packed
+
+
+# ---- writing ----
+
+
+def _tensor_or_error(pickler: Any, obj: Any) -> Any:
+    """Return how to rebuild a dense tensor or an exception; NotImplemented for anything else."""
+    if is_dense(obj):
+        tensor = lean(obj)
+        storage = tensor.untyped_storage()
+        pickled = pickler.storages.setdefault(
+            storage.data_ptr() if storage.nbytes() else id(storage), _PickledStorage(storage)
+        )
+        layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        return _tensor, (pickled, *layout, tensor.requires_grad)
+    if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
+        return _exception, (type(obj), obj.args, obj.__dict__)
+    return NotImplemented
+
+
+class _PlainPickler(pickle.Pickler):
+    def __init__(self, file, buffers):
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self.storages: dict[int, _PickledStorage] = {}
+
+    reducer_override = _tensor_or_error
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file, buffers):
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self.storages: dict[int, _PickledStorage] = {}
+
+    def reducer_override(self, obj):
+        if (
+            isinstance(obj, ModuleType)
+            and type(obj) is not ModuleType
+            and sys.modules.get(obj.__name__) is obj
+        ):
+            # torch's config modules: cloudpickle knows modules of the plain type only
+            return importlib.import_module, (obj.__name__,)
+        if generator := _global_generator(obj):
+            return getattr, generator
+        reduced = _tensor_or_error(self, obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def is_dense(obj: Any) -> bool:
+    """Return whether an object is a plain tensor, whose memory is its values."""
+    dense = type(obj) is torch.Tensor and obj.layout is torch.strided
+    return dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg())
+
+
+def lean(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as it is sent: on the CPU, without a graph or the rest of its storage.
+
+    The launching process may have no GPU.
+    """
+    sent = tensor.detach().cpu()
+    if sent.untyped_storage().nbytes() > max(2 * sent.nbytes, SMALL):
+        sent = sent.clone(memory_format=torch.contiguous_format)
+    return sent.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+class _PickledStorage:
+    """A tensor's storage, pickled as one out-of-band buffer.
+
+    So views of one storage stay views of one storage.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
+
+    def __reduce_ex__(self, protocol):
+        return _storage, (pickle.PickleBuffer(bytes_of(self.storage)),)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Any:
+    window = (
+        (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        if storage.nbytes()
+        else (ctypes.c_char * 0)()
+    )
+    window.keep = storage  # type: ignore[attr-defined]
+    return window
+
+
+def _global_generator(obj: Any) -> tuple[Any, str] | None:
+    """Return the module and the name of a global random generator, or of a method of it.
+
+    `random.shuffle` is such a method. The result is None for any other object. A generator pickled
+    by value would give every rank the same numbers.
+    """
+    own = {id(random._inst): random}  # the modules that have a generator's methods as functions
+    known: dict[int, tuple[Any, str]] = {id(torch.default_generator): (torch, "default_generator")}
+    if numpy := sys.modules.get("numpy.random"):
+        own[id(numpy.mtrand._rand)] = numpy
+        known[id(numpy.mtrand._rand)] = numpy.mtrand, "_rand"
+    if isinstance(obj, MethodType | BuiltinMethodType):
+        module = own.get(id(obj.__self__))
+        return (module, obj.__name__) if hasattr(module, obj.__name__) else None
+    return known.get(id(obj))
+
+
+# ---- reading ----
+
+
+def _storage(buffer) -> torch.UntypedStorage:
+    if not len(memoryview(buffer)):
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor(storage, dtype, offset, shape, stride, requires_grad) -> torch.Tensor:
+    return (
+        torch.empty(0, dtype=dtype)
+        .set_(storage, offset, shape, stride)
+        .requires_grad_(requires_grad)
+    )
+
+
+def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseException:
+    """Rebuild an exception as it was.
+
+    Its __init__ may take other arguments than it hands to Exception, and then pickle's own way
+    fails.
+    """
+    try:
+        error = cls(*args)
+    except Exception:
+        error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what another rank of a job sent. It makes objects of listed classes only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        kind = getattr(sys.modules.get(module), name, None)
+        if module.startswith("parallel101.") and _only_holds(kind):
+            return kind
+        allowed = [each if isinstance(each, tuple) else (each, "") for each in get_safe_globals()]
+        own = (*HARMLESS, *OWN_ERRORS, _tensor, _storage, _exception, *_numpys_own())
+        listed = torch_private.made_by_weights_only() | {
+            name or f"{kind.__module__}.{kind.__qualname__}": kind
+            for kind, name in [*allowed, *((kind, "") for kind in own)]
+        }
+        if (full := f"{module}.{name}") not in listed:
+            raise pickle.UnpicklingError(
+                f"the ranks of a job make no {full} of what another rank sent, unless all allow it "
+                f"before the launch by torch.serialization.add_safe_globals([{name}])"
+            )
+        return listed[full]
+
+
+def _only_holds(kind: Any) -> bool:
+    """Return whether a class only holds values, such as a trainer's History or a Call."""
+    holds = dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
+    return isinstance(kind, type) and holds
+
+
+def _numpys_own() -> Iterator[Any]:
+    """Yield the types and functions that NumPy's arrays and numbers are rebuilt from.
+
+    It yields nothing if the program doesn't use NumPy.
+    """
+    if (numpy := sys.modules.get("numpy")) is None:
+        return
+    yield from (numpy.ndarray, numpy.dtype)
+    yield from {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
+    for made in (numpy.float64(0.0), numpy.zeros(1)):
+        yield from (made.__reduce__()[0], made.__reduce_ex__(5)[0])
