@@ -1,4 +1,4 @@
-"""A job whose ranks are forks of this process's fork server.
+"""A job whose ranks are forks of this process's fork server, here or on several hosts (hosts.py).
 
 It does what torchrun does, which takes seconds to start: it holds the job's store, and gives each
 rank an environment that names it. The fork server calls `main` in each rank.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import selectors
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 import traceback
 
 import torch.distributed as dist
+import torch.distributed.run
 
 import parallel101 as p101
 from parallel101.cli import main as parallel101
@@ -25,22 +27,24 @@ from parallel101.laboratory.ranks.processes import kill, start_ranks
 from parallel101.laboratory.ranks.script import free_port
 from parallel101.laboratory.ranks.worker import open_streams
 from tests.ranks.faults import FAULTS
+from tests.ranks.hosts import enter
 
 ENVIRONMENTS = {  # of a rank; srun's rank 0 holds the store
-    "torchrun": lambda rank, size: {
+    "torchrun": lambda rank, local, size: {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": local,
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     },
-    "srun": lambda rank, size: {
+    "srun": lambda rank, local, size: {
         "SLURM_JOB_ID": 7,
         "SLURM_STEP_ID": 0,
         "SLURM_STEP_NUM_TASKS": size,
         "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
+        "SLURM_LOCALID": local,
     },
+    "": lambda rank, local, size: {},  # these are no ranks
 }
 
 
@@ -50,12 +54,19 @@ def main(*, control: int, status: int) -> None:
         request = json.loads(lines.readline())
     open_streams()
     try:
-        code = run(request)
+        code = on_host(request) if "host" in request else run(request)
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # Python would first free all that torch has made, which takes half a second
+    os._exit((code or 0) & 0xFF)  # Python would first free all that torch has made: half a second
+
+
+def on_host(request):
+    enter(request["host"])
+    if child := os.fork():  # the first process that is inside the host's namespace of processes
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return run(request)
 
 
 def run(request):
@@ -63,6 +74,10 @@ def run(request):
     os.chdir(request["folder"])
     if "command" in request:
         return parallel101(request["command"])
+    if "torchrun" in request:
+        return torch.distributed.run.main(request["torchrun"].split())
+    if "script" in request:
+        return runpy.run_path(request["script"], run_name="__main__") and 0
     program = FAULTS[request["fault"]].program
     p101.launch(lambda: program(dist.get_rank()), **request["options"])
     return 0
@@ -71,24 +86,32 @@ def run(request):
 class Job:
     """A job of `size` ranks.
 
-    They run a command of parallel101 in a folder, or with `launch` the program of a fault.
+    They run a command of parallel101 in a folder, or one of `about`: a `script`, `torchrun`'s
+    arguments, or with `options` of launch the program of a `fault`.
 
     Attributes:
         text: what all ranks have written on stderr and stdout so far.
         exitcodes: by rank; None if it has not ended.
     """
 
-    def __init__(self, folder, command=None, size=2, *, launcher="torchrun", first=0, **fault):
-        """`first`: the first rank that comes."""
-        self.text, self.exitcodes, self.command = "", [None] * size, command
+    def __init__(
+        self, folder, command=None, size=2, *, launcher="torchrun", first=0, hosts=(), **about
+    ):
+        """`first`: the first rank that comes. `hosts`: where equal parts of the ranks are."""
+        self.text, self.exitcodes = "", [None] * size
+        self.torchrun_ends_all = command is not None and not hosts
         self.ranks = dict(zip(range(first, size), start_ranks(size - first, __name__)))
-        request = {"folder": str(folder)} | (fault if command is None else {"command": command})
+        request = {"folder": str(folder)} | (about if command is None else {"command": command})
         if launcher == "torchrun":
             self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         port = self.store.port if launcher == "torchrun" else free_port()
         for rank, process in self.ranks.items():
-            environ = ENVIRONMENTS[launcher](rank, size)
-            environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            local = rank % (size // (len(hosts) or 1))
+            environ = ENVIRONMENTS[launcher](rank, local, size)
+            environ |= {"MASTER_ADDR": "node0" if hosts else "localhost", "MASTER_PORT": port}
+            if hosts:
+                host = hosts[rank * len(hosts) // size]
+                environ["GLOO_SOCKET_IFNAME"], request["host"] = host.interface, host.first
             request["environ"] = {name: str(value) for name, value in environ.items()}
             process.control.sendall(f"{json.dumps(request)}\n".encode())
 
@@ -124,7 +147,7 @@ class Job:
                             self.text += data.decode(errors="replace")
                         elif code := re.search(rb"^(-?\d+)$", data, re.MULTILINE):
                             self.exitcodes[key.data] = int(code[1])
-                            if self.command and int(code[1]):  # torchrun then ends the others
+                            if self.torchrun_ends_all and int(code[1]):
                                 self.signal(signal.SIGTERM)
                     while todo and todo[0][0] in self.text[seen:]:
                         seen = self.text.index(todo[0][0], seen) + len(todo[0][0])
