@@ -151,11 +151,12 @@ def join_job(
         if dist.is_initialized():
             dist.destroy_process_group()
     if (error := watcher.error) is not None:
-        if failure is not None and isinstance(error, RankFailed) and error.announced_by == rank:
+        told_here = getattr(error, "announced_by", None) == rank
+        if failure is not None and isinstance(error, RankFailed) and told_here:
             raised = rank_raised(failure, recorder.unwaited)
             if error.rank == rank and not isinstance(error, MisuseError):
                 error = raised
-            elif error.rank != rank:  # the connection with rank 0 has broken, and so may others
+            elif error.rank != rank:  # a rank was lost, and so this one's connection
                 error.args = (f"{error}\n  {raised}",)
         raise error from error.__cause__
     results, records = watcher.outcome
