@@ -243,14 +243,9 @@ def _homework(args: argparse.Namespace, extra: list[str]) -> int:
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     _import_no_grammars()
-    from parallel101.laboratory.publish import (
-        find_lessons,
-        make_output_folder,
-        publish,
-        read_syllabus,
-        select_lessons,
-    )
-    from parallel101.laboratory.publish.find import Repository
+    from parallel101.laboratory.publish.find import Repository, find_lessons, select_lessons
+    from parallel101.laboratory.publish.syllabus import read_syllabus
+    from parallel101.laboratory.publish.write_site import make_output_folder, publish
 
     syllabus, repository = None, Repository.of_environment(os.environ)
     folder = find_lessons(args.lessons)

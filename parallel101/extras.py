@@ -35,7 +35,6 @@ EXTRAS = {
         "pdoc",
         "pygments",
         "tomli",
-        "traitlets",
         "websocket",
         "yaml",
     ),

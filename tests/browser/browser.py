@@ -5,8 +5,13 @@ theme, and shows what it sees.
 from __future__ import annotations
 
 import base64
+import os
+from pathlib import Path
 
 from parallel101.laboratory.viz import chromium
+
+TEXTS = {"Enter": "\r"}  # what a key writes, if it isn't its name
+CODES = {" ": "Space"}
 
 
 class Browser(chromium.Browser):
@@ -17,33 +22,39 @@ class Browser(chromium.Browser):
 
         `media`: "print" for the layout on paper.
         """
-        settings = [
-            {"name": name.replace("_", "-"), "value": value} for name, value in features.items()
-        ]
+        settings = [{"name": k.replace("_", "-"), "value": value} for k, value in features.items()]
         self.call("Emulation.setEmulatedMedia", media=media, features=settings)
 
     def resize(self, width: int, height: int = 900) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    def key(self, key: str, text: str = "") -> None:
+    def view(self, page: str, width: int = 1100, height: int = 900, scheme: str = "light") -> None:
+        """Open a page in a new window, so to speak."""
+        self.open("about:blank")
+        self.emulate(prefers_color_scheme=scheme)
+        self.resize(width, height)
+        self.open(page)
+
+    def key(self, key: str) -> None:
         """Press and release a key."""
-        for kind in ("keyDown", "keyUp"):
-            extra: dict[str, object] = {"text": text} if text and kind == "keyDown" else {}
-            if key == "Tab":  # Chromium moves the focus only if it gets the key's number
-                extra["windowsVirtualKeyCode"] = 9
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code="Space" if key == " " else key,
-                **extra,
-            )
+        down: dict[str, object] = {"text": TEXTS.get(key, key if len(key) == 1 else "")}
+        if key == "Tab":  # Chromium moves the focus only if it gets the key's number
+            down["windowsVirtualKeyCode"] = 9
+        code = CODES.get(key, key)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=code, **down)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=code)
+
+    def write(self, field: str, text: str) -> None:
+        """Write into a field, given as a JavaScript expression, in place of what is there."""
+        self.js(f"({field}.focus(), {field}.select())")
+        self.call("Input.insertText", text=text)
+
+    def choose(self, field: str, value: object) -> None:
+        """Choose what a reader does with a menu, a box or a number."""
+        what = "checked = true" if value is True else f"value = '{value}'"
+        change = "new Event('change', { bubbles: true })"
+        self.js(f"(field => {{ field.{what}; field.dispatchEvent({change}); }})({field})")
 
     def click(self, element: str) -> None:
         """Click with the mouse in the middle of an element, given as a JavaScript expression.
@@ -76,7 +87,7 @@ class Browser(chromium.Browser):
             elif step.startswith("click "):
                 self.click(step.removeprefix("click "))
             else:
-                self.key(step, text=step if len(step) == 1 else {"Enter": "\r"}.get(step, ""))
+                self.key(step)
 
     def reload(self) -> None:
         """Load the page again, at the address that its script has set.
@@ -93,8 +104,12 @@ class Browser(chromium.Browser):
         """
         area: dict[str, object] = {}
         if whole:
-            area = {
-                "captureBeyondViewport": True,
-                "clip": {**self.call("Page.getLayoutMetrics")["cssContentSize"], "scale": 1},
-            }
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            area = {"captureBeyondViewport": True, "clip": {**size, "scale": 1}}
         return base64.b64decode(self.call("Page.captureScreenshot", format="png", **area)["data"])
+
+    def keep(self, name: str, whole: bool = False) -> None:
+        """Keep a screenshot if SCREENSHOTS names a folder; they take longer than the tests."""
+        if folder := os.environ.get("SCREENSHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"{name}.png").write_bytes(self.picture(whole))

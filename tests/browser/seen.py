@@ -8,24 +8,12 @@ well.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 from tests.browser.browser import Browser
 
-CONTROLS = {
-    "button",
-    "slider",
-    "combobox",
-    "checkbox",
-    "textbox",
-    "spinbutton",
-    "radio",
-    "link",
-    "DisclosureTriangle",
-    "image",
-    "figure",
-}
+CONTROLS = ("button", "slider", "combobox", "checkbox", "textbox", "spinbutton", "radio", "link",
+            "DisclosureTriangle", "image", "figure")  # fmt: skip
 EVERYTHING = """
 const inside = root => [...root.querySelectorAll('*')]
     .flatMap(e => [e, ...(e.shadowRoot ? inside(e.shadowRoot) : [])]);
@@ -40,7 +28,7 @@ const named = e => `${e.tagName.toLowerCase()}.${e.getAttribute('class') ?? ''} 
 """
 
 
-def find(browser: Browser, script: str) -> list[str]:
+def find(browser: Browser, script: str) -> Any:
     return browser.js(f"(() => {{ {EVERYTHING} {script} }})()")
 
 
@@ -144,31 +132,22 @@ def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
 
 def without_a_name(browser: Browser) -> list[str]:
     """Controls and pictures for which a screen reader has no words."""
-    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
-    return [
-        f"{node['role']['value']} {node.get('properties')}"
-        for node in nodes
-        if not node["ignored"]
-        and node["role"]["value"] in CONTROLS
-        and not node.get("name", {}).get("value", "").strip()
-    ]
+    nodes = [n for n in browser.call("Accessibility.getFullAXTree")["nodes"] if not n["ignored"]]
+    roles = [(n["role"]["value"], n.get("name", {}).get("value", "").strip()) for n in nodes]
+    return [role for role, name in roles if role in CONTROLS and not name]
 
 
 def out_of_reach(browser: Browser) -> list[str]:
     """Controls that the tab key does not reach."""
-    focusable = (
-        "everything.filter(e => e.matches('a[href], button, input, select, summary, "
-        "[tabindex]') && !e.disabled)"
+    count = find(
+        browser,
+        """const controls = 'a[href], button, input, select, summary, [tabindex]';
+        globalThis.unreached = new Set(everything.filter(e => e.matches(controls) && !e.disabled));
+        document.activeElement.blur(), scrollTo(0, 0);
+        return unreached.size;""",
     )
-    count = browser.js(
-        f"(() => {{ {EVERYTHING} globalThis.unreached = new Set({focusable}); return "
-        f"unreached.size; }})()"
-    )
-    deepest = (
-        "(e => { while (e.shadowRoot?.activeElement) e = e.shadowRoot.activeElement; return e; "
-        "})(document.activeElement)"
-    )
-    browser.js("(document.activeElement.blur(), scrollTo(0, 0))")
+    deepest = """(e => { while (e.shadowRoot?.activeElement) e = e.shadowRoot.activeElement;
+        return e; })(document.activeElement)"""
     for _ in range(2 * count + 5):  # places that scroll take a key press, too
         browser.key("Tab")
         if browser.js(f"(unreached.delete({deepest}), unreached.size === 0)"):
@@ -176,54 +155,10 @@ def out_of_reach(browser: Browser) -> list[str]:
     return find(browser, "return [...unreached].map(named);")
 
 
-def view(
-    browser: Browser, page: str, width: int, height: int = 900, scheme: str = "light"
-) -> Browser:
-    """Open a page in a new window, so to speak."""
-    browser.open("about:blank")
-    browser.emulate(prefers_color_scheme=scheme)
-    browser.resize(width, height)
-    browser.open(page)
-    return browser
-
-
 def unfold(browser: Browser) -> None:
     """Open all that is folded, except thousands of lines, and make the window as high as the
     page.
     """
-    browser.js(
-        "document.querySelectorAll('details:not(.lines)').forEach(folded => { folded.open = "
-        "true; })"
-    )
+    browser.js("document.querySelectorAll('details:not(.lines)').forEach(e => { e.open = true; })")
     browser.picture()  # draws a frame, in which pictures take their size
     browser.resize(browser.js("innerWidth"), browser.js("document.documentElement.scrollHeight"))
-
-
-def check_readable(browser: Browser) -> None:
-    """Fail if the page is wider than the window, or if a reader can't read or use a part of it.
-
-    Afterwards all is unfolded.
-    """
-    unfold(browser)
-    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
-    assert without_a_name(browser) == [] and scrolls_without_a_cue(browser) == []
-    assert cut_off(browser) == [] and too_pale(browser) == []
-
-
-def check_on_paper(browser: Browser) -> None:
-    """Fail if something is cut off in print, for a reader who prefers dark pages."""
-    browser.resize(717)  # A4 without Chromium's margins
-    browser.emulate("print", prefers_color_scheme="dark")
-    browser.js("dispatchEvent(new Event('beforeprint'))")
-    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert cut_off(browser, scrolls=False) == []
-
-
-@contextmanager
-def without_scripts(browser: Browser) -> Iterator[None]:
-    """Pages that are opened inside run no script."""
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        yield
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +25,16 @@ MENUS = "MENUS.map(name => at(name).value)"
 COUNTS = "players().map(root => root.querySelector('.count').textContent)"
 
 
-def with_choice(browser: Browser, page: str, choice: Choice, beside: str = "") -> Browser:
-    wanted = "#" + "&".join(f"{k}={v}" for k, v in (choice._asdict() | {"beside": beside}).items())
-    browser.open("about:blank")
-    browser.open(f"{page}{wanted}")
-    is_shown(browser, choice.algorithm, beside)
-    return browser
+@pytest.fixture
+def atlas(browser, site) -> Callable[..., None]:
+    """atlas(choice, beside) opens the page with this choice."""
+
+    def atlas(choice: Choice, beside: str = "") -> None:
+        wanted = "&".join(f"{k}={v}" for k, v in (choice._asdict() | {"beside": beside}).items())
+        browser.view(f"{site}/atlas_of_collectives.html#{wanted}")
+        is_shown(browser, choice.algorithm, beside)
+
+    return atlas
 
 
 def is_shown(browser: Browser, *algorithms: str) -> None:
@@ -40,7 +45,7 @@ def is_shown(browser: Browser, *algorithms: str) -> None:
 
 
 def choose(browser: Browser, menu: str, value: str) -> None:
-    browser.js(f"(m => (m.value = '{value}', m.dispatchEvent(new Event('change'))))(at('{menu}'))")
+    browser.choose(f"at('{menu}')", value)
 
 
 def recorded_anew(choice: Choice) -> list[str]:
@@ -78,30 +83,29 @@ CHOICES = (
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_facts_and_picture_are_those_of_a_run_recorded_anew(browser, atlas, choice):
-    with_choice(browser, atlas, choice)
+    atlas(choice)
     place = f"document.querySelector('.shown [data-algorithm={choice.algorithm}]')"
     facts = f"[...{place}.querySelectorAll('dd')].map(d => d.textContent)"
-    browser.do((facts, recorded_anew(choice)))
     svg = "runs[key()].svg.map(number => elements[number]).join('')"
     name = f"{choice.operation}.{choice.algorithm}"
-    drawn = browser.js(f"load('{name}').then(({{elements, runs}}) => {svg})")
     scene = record(choice)[1]
-    assert drawn == scene.svg(smil=True)
-    browser.do((COUNTS, [f"0 / {len(scene.stops)}"]))
+    browser.do(
+        (facts, recorded_anew(choice)),
+        (f"load('{name}').then(({{elements, runs}}) => {svg})", scene.svg(smil=True)),
+        (COUNTS, [f"0 / {len(scene.stops)}"]),
+    )
 
 
-def test_bytes_and_seconds_are_written_as_in_python(browser, atlas):
-    with_choice(browser, atlas, RING)
+def test_bytes_and_seconds_are_written_as_in_python_and_both_play_together(browser, atlas):
+    atlas(RING, "recursive_doubling")
     draw = random.Random(5)
     sizes = [0, 1, 1023, 1024, 1536, 2**40, *(int(10 ** draw.uniform(0, 13)) for _ in range(300))]
     times = [1e-6, 1e-3, 1.0, 0.25, *(10 ** draw.uniform(-7, 2) for _ in range(300))]
-    assert browser.js(f"{sizes}.map(humanBytes)") == [human_bytes(size) for size in sizes]
-    assert browser.js(f"{times}.map(humanSeconds)") == [human_seconds(time) for time in times]
-
-
-def test_both_play_together(browser, atlas):
-    with_choice(browser, atlas, RING, "recursive_doubling")
-    assert browser.js(COUNTS) == ["0 / 6", "0 / 2"]
+    browser.do(
+        (f"{sizes}.map(humanBytes)", [*map(human_bytes, sizes)]),
+        (f"{times}.map(humanSeconds)", [*map(human_seconds, times)]),
+        (COUNTS, ["0 / 6", "0 / 2"]),
+    )
     browser.js("players().forEach(root => { root.querySelector('select').value = 4; })")
     browser.click("at('next-both')")
     browser.until(f"{COUNTS}.join() === '1 / 6,1 / 2'")
@@ -109,48 +113,25 @@ def test_both_play_together(browser, atlas):
     browser.until(f"{COUNTS}.join() === '2 / 6,2 / 2'")
     top = browser.js("document.querySelector('.shown figure').getBoundingClientRect().top")
     assert 0 <= top < 100, "what plays is in sight"
-    assert "takes" in browser.js(SAID) and "as long as" in browser.js(SAID)
+    browser.do((f"/takes.*as long as/.test({SAID})", True))
 
 
-def test_the_address_carries_the_choice(browser, atlas):
-    with_choice(browser, atlas, Choice("all_reduce", "ring", 8, "switch"), "recursive_doubling")
+def test_the_address_carries_the_choice_and_a_missing_file_is_named(browser, atlas, site):
+    atlas(Choice("all_reduce", "ring", 8, "switch"), "recursive_doubling")
     choose(browser, "network", "torus")
     choose(browser, "beside", "torus")
     is_shown(browser, "ring", "torus")
     browser.reload()
     is_shown(browser, "ring", "torus")
-    assert browser.js(MENUS) == ["all_reduce", "ring", "torus", "8", "torus"]
+    browser.do((MENUS, ["all_reduce", "ring", "torus", "8", "torus"]))
     browser.click("document.querySelector('.algorithms a')")
     is_shown(browser, "ring", "recursive_doubling")
     browser.js("location.hash = '#operation=all_reduce&algorithm=torus'")
     is_shown(browser, "torus")
     browser.js("location.hash = '#operation=all_reduce&algorithm=tours'")
     browser.until(f"{SAID}.includes('address')")
-    assert browser.js(MENUS) == ["all_reduce", "torus", "", "8", "torus"]
-
-
-def test_what_a_choice_rules_out_is_said(browser, atlas):
-    with_choice(browser, atlas, Choice("all_reduce", "torus", 8, "switch"), "recursive_doubling")
-    choose(browser, "ranks", "5")
-    is_shown(browser, "ring", "recursive_doubling")
-    assert browser.js(SAID).startswith("Torus needs a grid of two axes, which 5 ranks")
-    assert browser.js("[...at('algorithm').options].find(o => o.value === 'torus').disabled")
-    choose(browser, "algorithm", "recursive_doubling")
-    is_shown(browser, "recursive_doubling", "ring")
-    choose(browser, "ranks", "64")
-    is_shown(browser, "recursive_doubling")
-    # keys choose and play
-    with_choice(browser, atlas, RING)
-    browser.js("at('algorithm').focus()")
-    browser.key("r", text="r")  # from "ring" to the next one with this letter
-    is_shown(browser, "recursive_doubling")
-    browser.js("players()[0].querySelector('.stage').focus()")
-    browser.do("End", (COUNTS, ["2 / 2"]))
-
-
-def test_a_missing_file_is_named(browser, atlas):
-    with_choice(browser, atlas, RING)
-    path = Path(atlas.removeprefix("file://")).parent / "atlas" / "all_gather.bruck.js"
+    browser.do((MENUS, ["all_reduce", "torus", "", "8", "torus"]))
+    path = Path(site.removeprefix("file://"), "atlas", "all_gather.bruck.js")
     aside = path.rename(path.with_suffix(".aside"))
     try:
         browser.js("location.hash = '#operation=all_gather&algorithm=bruck&ranks=8'")
@@ -159,3 +140,22 @@ def test_a_missing_file_is_named(browser, atlas):
         aside.rename(path)
     choose(browser, "ranks", "8")
     is_shown(browser, "bruck")
+
+
+def test_what_a_choice_rules_out_is_said_and_keys_choose_and_play(browser, atlas):
+    atlas(Choice("all_reduce", "torus", 8, "switch"), "recursive_doubling")
+    choose(browser, "ranks", "5")
+    is_shown(browser, "ring", "recursive_doubling")
+    grid = "Torus needs a grid of two axes, which 5 ranks"
+    torus = "[...at('algorithm').options].find(o => o.value === 'torus')"
+    browser.do((f"{SAID}.startsWith('{grid}')", True), (f"{torus}.disabled", True))
+    choose(browser, "algorithm", "recursive_doubling")
+    is_shown(browser, "recursive_doubling", "ring")
+    choose(browser, "ranks", "64")
+    is_shown(browser, "recursive_doubling")
+    atlas(RING)
+    browser.js("at('algorithm').focus()")
+    browser.key("r")  # from "ring" to the next one with this letter
+    is_shown(browser, "recursive_doubling")
+    browser.js("players()[0].querySelector('.stage').focus()")
+    browser.do("End", (COUNTS, ["2 / 2"]))

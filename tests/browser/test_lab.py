@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 
+import nbformat
 import pytest
 
 from parallel101.laboratory.publish.page import WIDGET
 from tests.browser.browser import Browser
-from tests.browser.lab import ROOT, TOKEN
-from tests.lessons.lesson import LESSONS
+from tests.lessons.lesson import LESSONS, read
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 
-NAMES = (
-    sorted(path.stem for path in LESSONS.glob("*.ipynb"))
-    if os.environ.get("LESSONS") == "all"
-    else ["part"]
-)
+ROOT, TOKEN = LESSONS.parent, "for-this-test-only"
+EVERY = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
+NAMES = EVERY if os.environ.get("LESSONS") == "all" else ["part"]
+FOLDERS = ("CONFIG_DIR", "RUNTIME_DIR", "DATA_DIR", "LAB_SETTINGS_DIR", "LAB_WORKSPACES_DIR")
 
 LAB = "jupyterapp.shell.currentWidget"
 NOTEBOOK = f"{LAB}.content"
@@ -41,10 +46,49 @@ DARK = (
 
 
 @pytest.fixture(scope="module")
-def tab(chromium) -> Iterator[Browser]:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a JupyterLab with settings and kernels of its own. It shows copies of the
+    lessons, part.ipynb and homework 1, and is stopped at the end, with its kernels.
+    """
+    scratch = tmp_path_factory.mktemp("lab")
+    leave_out = shutil.ignore_patterns(".*", "pictures", "__pycache__")
+    shutil.copytree(LESSONS, scratch / "root", ignore=leave_out)
+    shutil.copytree(ROOT / "homework" / "hw1_moving", scratch / "root" / "hw1", ignore=leave_out)
+    part = read("01_collectives")
+    wanted = ("imports", "flat-broadcast-watch", "explorer-run")
+    part.cells = [cell for cell in part.cells if cell.id in wanted]
+    nbformat.write(part, scratch / "root" / "part.ipynb")
+    own = {f"JUPYTER_{name}".replace("_LAB", "LAB"): str(scratch / name) for name in FOLDERS}
+    environ = {**os.environ, **own, "IPYTHONDIR": str(scratch / "ipy"), "PYTHONPATH": str(ROOT)}
+    options = ["--no-browser", "--allow-root", "--ServerApp.port=0"]
+    options += [f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"]
+    folder = ["--lessons", str(scratch / "root")]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "parallel101", "lab", *folder, *options],
+        env=environ,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    url = re.compile(r"http://(?:localhost|127\.0\.0\.1):(\d+)/lab")
+    port = next((found[1] for line in server.stderr if (found := url.search(line))), None)
+    assert port, "JupyterLab did not start"
+    address = f"http://127.0.0.1:{port}"
+    drain = threading.Thread(target=server.stderr.read, daemon=True)
+    drain.start()
+    yield address
+    header = {"Authorization": f"token {TOKEN}"}  # the server ends its kernels first
+    request = urllib.request.Request(f"{address}/api/shutdown", data=b"", headers=header)
+    urllib.request.urlopen(request, timeout=30).close()
+    server.wait(30)
+    drain.join()
+    server.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def tab(chromium: str) -> Iterator[Browser]:
     """A browser of its own, which keeps the scripts of JupyterLab."""
     with Browser(chromium) as browser:
-        browser.resize(1280, 1000)
         yield browser
 
 
@@ -53,6 +97,7 @@ def opened(tab, lab) -> Iterator[Callable[[str], Browser]]:
     """opened("part.ipynb") opens a notebook in JupyterLab, and waits for its kernel."""
 
     def opened(path: str) -> Browser:
+        tab.resize(1280, 1000)
         tab.call("Page.navigate", url=f"{lab}/lab/tree/{path}?token={TOKEN}&reset")
         kernel = f"{LAB}.sessionContext.session.kernel"
         tab.until(f"{LAB}.context.path == '{path}' && {kernel}.status == 'idle'", 120)
@@ -73,41 +118,39 @@ def execute(browser: Browser, command: str, times: int = 1, **given: str) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_runs_plays_and_runs_again(name, opened, keep):
+def test_a_lesson_runs_plays_and_runs_again(name, opened):
     notebook = opened(f"{name}.ipynb")
-    notebook.resize(1280, 1000)
     execute(notebook, "apputils:change-theme", theme="JupyterLab Light")
     execute(notebook, "notebook:run-all-cells")
     settings = "JSON.parse(document.querySelector('#jupyter-config-data').textContent)"
     assert notebook.js(f"{settings}.news.disabled"), "no question about news"
     cells = notebook.js(f"[...{NOTEBOOK}.model.cells].map(cell => cell.toJSON())")
+    bundles = []
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         failed = [output["ename"] for output in cell["outputs"] if output["output_type"] == "error"]
-        assert cell["execution_count"], f"{cell['id']} did not run"
-        assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), (
-            cell["id"],
-            failed,
-        )
-    bundles = [
-        output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output
-    ]
+        may_fail = "raises-exception" in cell["metadata"].get("tags", [])
+        assert cell["execution_count"] and bool(failed) == may_fail, (cell["id"], failed)
+        bundles += [output["data"] for output in cell["outputs"] if "data" in output]
     shown = str([bundle for bundle in bundles if WIDGET not in bundle])
     pictures = "document.querySelectorAll('figure:not(.p101-explorer figure)').length"
     assert notebook.js(pictures) == shown.count("<figure"), "each picture is in its cell"
     if "<source" in shown:  # an animation
         plays_and_keeps_its_keys(notebook)
-        keep(notebook, f"jupyterlab-{name}-animation")
+        notebook.keep(f"jupyterlab-{name}-animation")
     if notebook.js(f"!!{EXPLORER}"):
-        runs_again(notebook)
-        keep(notebook, f"jupyterlab-{name}-explorer")
+        cells = notebook.js(STATE)[1]
+        runs(notebook, "button")
+        if notebook.js(f"!!{EXPLORER}.querySelector('[role=slider]')"):
+            runs(notebook, "[role=slider]", "b", "ArrowLeft")  # "b" would add a cell
+        assert notebook.js(STATE)[1] == cells
+        notebook.keep(f"jupyterlab-{name}-explorer")
     height = notebook.js("document.querySelector('.jp-WindowedPanel-inner').scrollHeight")
     notebook.resize(1280, height + 200)  # so high that nothing scrolls
     notebook.picture()  # draws the cells that were out of sight
-    keep(notebook, f"jupyterlab-{name}-light")
-    notebook.until(f"{DARK}.every(dark => !dark)")
-    execute(notebook, "apputils:change-theme", theme="JupyterLab Dark")
-    notebook.until(f"{DARK}.every(dark => dark)", 60)
-    keep(notebook, f"jupyterlab-{name}-dark")
+    for theme, wanted in (("Light", "!dark"), ("Dark", "dark")):
+        execute(notebook, "apputils:change-theme", theme=f"JupyterLab {theme}")
+        notebook.until(f"{DARK}.every(dark => {wanted})", 60)
+        notebook.keep(f"jupyterlab-{name}-{theme.lower()}")
 
 
 def plays_and_keeps_its_keys(notebook: Browser) -> None:
@@ -116,44 +159,21 @@ def plays_and_keeps_its_keys(notebook: Browser) -> None:
     before = notebook.js(STATE)
     notebook.key("End")
     last = int(notebook.js(f"{FIGURE}.dataset.step"))
-    notebook.key("ArrowLeft")  # to the end of the last step, if the picture rests after it
-    notebook.key("ArrowLeft")
+    # to the end of the last step, if the picture rests after it
+    notebook.do("ArrowLeft", "ArrowLeft")
     step = int(notebook.js(f"{FIGURE}.dataset.step"))
     assert step < last
-    for key in ("b", "a"):  # JupyterLab's shortcuts that add a cell
-        notebook.key(key, key)
-    notebook.key("ArrowRight")
+    notebook.do("b", "a", "ArrowRight")  # JupyterLab's shortcuts that add a cell
     notebook.until(f"{FIGURE}.dataset.step == {step + 1} && {BUTTON}.ariaLabel == 'Play'")
     assert notebook.js(STATE) == before, "JupyterLab has not taken a key"
 
 
-def runs_again(notebook: Browser) -> None:
-    """With the button, and with a key on a slider if it has one."""
-    notebook.js(f"{EXPLORER}.scrollIntoView()")
-    cells = notebook.js(STATE)[1]
-    if "First predict" in notebook.js(f"{EXPLORER}.querySelector('.p101-status').textContent"):
-        notebook.until(f"{EXPLORER}.querySelector('button').getBoundingClientRect().width")
-        notebook.click(f"{EXPLORER}.querySelector('button')")
-        notebook.until(
-            f"{EXPLORER}.querySelector('.p101-status').textContent.includes('Write down a "
-            "prediction first')"
-        )
-        assert not notebook.js(f"!!{EXPLORER}.querySelector('figure')")
-    runs(notebook, "button")
-    if notebook.js(f"!!{EXPLORER}.querySelector('[role=slider]')"):
-        runs(notebook, "[role=slider]", "b", "ArrowLeft")  # "b" would add a cell
-    assert notebook.js(STATE)[1] == cells
-
-
 def runs(notebook: Browser, control: str, *keys: str) -> None:
     """Click on a control, press keys, and wait for a new picture."""
-    notebook.js(
-        f"{EXPLORER}.querySelectorAll('figure').forEach(figure => {{ figure.old = true; }})"
-    )
-    notebook.until(f"{EXPLORER}.querySelector('{control}').getBoundingClientRect().width")
-    notebook.click(f"{EXPLORER}.querySelector('{control}')")
-    for key in keys:
-        notebook.key(key, key if len(key) == 1 else "")
+    notebook.js(f"{EXPLORER}.querySelectorAll('figure').forEach(figure => {{ figure.old = 1; }})")
+    place = f"{EXPLORER}.querySelector('{control}')"
+    notebook.until(f"({EXPLORER}.scrollIntoView(), {place}.getBoundingClientRect().width)")
+    notebook.do(f"click {place}", *keys)
     new = f"(figure => figure?.dataset.mounted && !figure.old)({EXPLORER}.querySelector('figure'))"
     notebook.until(new, 60)
 
@@ -173,28 +193,25 @@ OUTPUT = "document.querySelector('.p101g:has(.p101g-head)')"
 DRAWN = "document.querySelector('figure.p101 > div').shadowRoot"
 
 
-def save(browser: Browser, name: str, content: str) -> None:
-    """Save a file as JupyterLab's editor does."""
+def save(browser: Browser, content: str) -> None:
+    """Save the learner's file as JupyterLab's editor does."""
     model = json.dumps({"type": "file", "format": "text", "content": content})
-    browser.js(
-        f"jupyterapp.serviceManager.contents.save({json.dumps(name)}, {model}).then(() => true)"
-    )
+    contents = "jupyterapp.serviceManager.contents"
+    browser.js(f"{contents}.save('hw1/hw1.py', {model}).then(() => true)")
 
 
 def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(opened):
     notebook = json.loads((ROOT / "homework" / "hw1_moving" / "hw1.ipynb").read_text("utf-8"))
     place = next(i for i, cell in enumerate(notebook["cells"]) if cell["id"] == "shift-check")
     browser = opened("hw1/hw1.ipynb")
-    browser.resize(1280, 1000)
-    save(browser, "hw1/hw1.py", SENDS_FIRST)
+    save(browser, SENDS_FIRST)
     execute(browser, "notebook:run-cell-and-select-next", place + 1)
     browser.until(f"{OUTPUT}.innerText.includes('Everyone sends first.')", 60)
     browser.until(f"{DRAWN}.querySelector('svg').textContent.includes('waits in send to rank')")
     assert "line 8: dist.send(" in browser.js(f"{DRAWN}.querySelector('svg').textContent")
     assert "0 of 10 points" in browser.js(f"{OUTPUT}.innerText")
 
-    fixed = (ROOT / "tests" / "homework" / "hw1" / "reference.py").read_text(encoding="utf-8")
-    save(browser, "hw1/hw1.py", fixed)
+    save(browser, (ROOT / "tests" / "homework" / "hw1" / "reference.py").read_text("utf-8"))
     execute(browser, "notebook:move-cursor-up")
     execute(browser, "notebook:run-cell")
     browser.until(f"{OUTPUT}.innerText.includes('10 of 10 points')", 60)

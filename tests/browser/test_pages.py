@@ -11,7 +11,7 @@ from bs4 import BeautifulSoup
 
 from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
 from tests.browser.browser import Browser
-from tests.browser.seen import cut_off, too_pale, view
+from tests.browser.seen import cut_off, too_pale
 
 pytestmark = pytest.mark.browser
 
@@ -22,11 +22,18 @@ CODE = "document.querySelector('.cell:not(.celltag_install) .input').checkVisibi
 PLACE = "document.querySelector('.place').textContent"
 PRESENTING = "document.documentElement.classList.contains('presenting')"
 KEYS = "document.querySelector('.keys')"
+GUESS = "document.querySelector('textarea.guess')"
 
 
 @pytest.fixture
-def opened(browser, lesson):
-    return view(browser, lesson, 1280, 720)
+def page(site) -> str:
+    return f"{site}/everything.html"
+
+
+@pytest.fixture
+def opened(browser, page):
+    browser.view(page, 1280, 720)
+    return browser
 
 
 def seen(text: str) -> str:
@@ -37,18 +44,17 @@ def seen(text: str) -> str:
     )
 
 
-def type_and_come_back(browser: Browser, field: str, text: str) -> None:
+def write_and_come_back(browser: Browser, field: str, text: str) -> None:
     """Write into a field, leave the page, and open it again."""
     address = browser.js("location.href")
-    browser.js(f"{field}.focus()")
-    browser.call("Input.insertText", text=text)
+    browser.write(field, text)
     browser.open("about:blank")
     browser.open(address)
     browser.do((f"{field}.value", text))
 
 
-def test_the_index_leads_to_its_sections_and_keeps_the_dates_of_a_term(browser, index):
-    view(browser, index, 1280)
+def test_the_index_leads_to_its_sections_and_keeps_the_dates_of_a_term(browser, site):
+    browser.view(f"{site}/index.html", 1280)
     links = "[...document.querySelectorAll('nav a[href^=\"#\"]')]"
     names = ["Lessons", "Homework", "Tools"]
     browser.do((f"{links}.map(link => link.textContent)", names))
@@ -59,13 +65,13 @@ def test_the_index_leads_to_its_sections_and_keeps_the_dates_of_a_term(browser, 
         browser.js("scrollTo(0, 0)")
     first = "document.querySelector('input.date')"
     browser.js(f"{first}.closest('details').open = true")
-    type_and_come_back(browser, first, "Mon 12 October")
+    write_and_come_back(browser, first, "Mon 12 October")
     browser.do(("[...document.querySelectorAll('input.date')].filter(f => f.value).length", 1))
 
 
 @pytest.mark.parametrize("width", [1280, 1600])
-def test_the_contents_stay_in_sight(browser, lesson, width):
-    view(browser, lesson, width)
+def test_the_contents_stay_in_sight(browser, page, width):
+    browser.view(page, width)
     browser.js("scrollTo(0, document.documentElement.scrollHeight)")
     contents, beside = "document.querySelector('.toc')", (width == 1600)
     browser.do((f"{contents}.open", beside))  # where there is room beside the text
@@ -83,10 +89,9 @@ def test_an_answer_opens_with_the_keyboard_and_on_paper_and_predictions_are_kept
     opened.do("Enter")
     opened.until(f"{ANSWER}.open")
     opened.do((seen("The end of the answer"), True))
-    box = "document.querySelector('textarea.guess')"
-    type_and_come_back(opened, box, "seven p")
+    write_and_come_back(opened, GUESS, "seven p")
     opened.do((PRESENTING, False), (f"{ANSWER}.open", False))  # "p" begins no presentation
-    opened.js(f"({box}.value = '', {box}.dispatchEvent(new Event('input')))")
+    opened.js(f"({GUESS}.value = '', {GUESS}.dispatchEvent(new Event('input')))")
     assert base64.b64decode(opened.call("Page.printToPDF")["data"]).startswith(b"%PDF")
     opened.do((f"{ANSWER}.open", True))
 
@@ -131,76 +136,71 @@ def test_the_running_text_is_in_the_notes_on_a_second_screen(opened):
     opened.js("open('', 'parallel101-notes').close()")
 
 
-def test_a_timer_runs_the_keys_are_listed_and_controls_grow_with_the_screen(browser, lesson):
-    view(browser, lesson, 1920, 1080)
-    browser.js(f"{ANSWER}.open = true")
+def test_a_timer_runs_the_keys_are_listed_and_controls_grow_with_the_screen(opened):
+    opened.resize(1920, 1080)
+    opened.js(f"{ANSWER}.open = true")
     high = f"{ROOT}.querySelector('[data-do=play]').getBoundingClientRect().height"
-    usual, timer = browser.js(high), "document.querySelector('.timer')"
-    browser.do("p", (f"{timer}.checkVisibility() && /^0:0\\d$/.test({timer}.textContent)", True))
-    browser.do((f"{KEYS}.checkVisibility()", False), "?", (f"{KEYS}.checkVisibility()", True))
-    listed = browser.js(f"{KEYS}.textContent")
+    usual, timer = opened.js(high), "document.querySelector('.timer')"
+    opened.do("p", (f"{timer}.checkVisibility() && /^0:0\\d$/.test({timer}.textContent)", True))
+    opened.do((f"{KEYS}.checkVisibility()", False), "?", (f"{KEYS}.checkVisibility()", True))
+    listed = opened.js(f"{KEYS}.textContent")
     assert all(key in listed for key in ("PageDown", "Home", "Enter", "notes", "timer", "Escape"))
-    assert cut_off(browser) == [] and too_pale(browser) == []
-    browser.do("Escape", (f"{KEYS}.checkVisibility()", False), (PRESENTING, True))
-    browser.do("PageDown", (high, 1.5 * usual), "Escape", (PRESENTING, False), (high, usual))
+    assert cut_off(opened) == [] and too_pale(opened) == []
+    opened.do("Escape", (f"{KEYS}.checkVisibility()", False), (PRESENTING, True))
+    opened.do("PageDown", (high, 1.5 * usual), "Escape", (PRESENTING, False), (high, usual))
 
 
-def test_a_handout_has_no_answers(browser, lesson, keep):
-    view(browser, f"{lesson}?handout", 717)
+def test_on_paper_a_handout_has_no_answers_and_an_animation_is_a_storyboard(browser, page):
+    browser.view(f"{page}?handout", 717)
     browser.emulate("print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
-    keep(browser, "page-lesson-handout", whole=True)
+    browser.keep("page-lesson-handout", whole=True)
     browser.do((seen("What happens?"), True), (seen("More words"), True))
     browser.do((seen("The end of the answer"), False), (seen("A worked answer"), False))
-    browser.do(("document.querySelector('.guess').getBoundingClientRect().height > 60", True))
+    browser.do((f"{GUESS}.getBoundingClientRect().height > 60", True))
     browser.do(("document.querySelector('button.handout').matches(':not([hidden])')", True))
     assert cut_off(browser, scrolls=False) == []
-
-
-def test_an_animation_is_a_storyboard_on_paper(opened):
-    opened.js(f"{ANSWER}.open = true")
-    opened.emulate("print")
-    opened.js("dispatchEvent(new Event('beforeprint'))")
-    steps, moments, captions = opened.js(
+    browser.view(page, 1280, 720)
+    browser.js(f"{ANSWER}.open = true")
+    browser.emulate("print")
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    steps, moments, captions = browser.js(
         f"(r => [r.querySelectorAll('.tick').length, "
         "[...r.querySelectorAll('.frame svg')].map(s => s.getCurrentTime()), "
         f"[...r.querySelectorAll('.frame')].map(f => f.lastChild.textContent)])({ROOT})"
     )
-    assert len(captions) == min(steps + 1, 6) and moments == sorted(set(moments))
+    assert len(captions) == min(steps + 1, 6) and moments == sorted({*moments})
     assert captions[0] == f"1 / {steps}" and captions[-1] == "the end"
     stage = f"{ROOT}.querySelector('.stage').checkVisibility()"
-    opened.do((stage, False))
-    opened.js("dispatchEvent(new Event('afterprint'))")
-    opened.do((f"{ROOT}.querySelectorAll('.frame').length", 0), (stage, True))
+    browser.do((stage, False))
+    browser.js("dispatchEvent(new Event('afterprint'))")
+    browser.do((f"{ROOT}.querySelectorAll('.frame').length", 0), (stage, True))
 
 
-@pytest.mark.parametrize("width", [1280, 375])
-def test_play_is_in_reach_while_a_picture_is_higher_than_the_window(browser, lesson, width):
-    view(browser, lesson, width, 400)
-    browser.js(f"({ANSWER}.open = true, {FIGURE}.scrollIntoView())")
-    play = f"{ROOT}.querySelector('[data-do=play]').getBoundingClientRect().bottom"
-    bottom, whole = browser.js(f"[{play}, {FIGURE}.offsetHeight]")
-    assert whole > 400 and 0 < bottom <= 400
+def test_play_is_in_reach_while_a_picture_is_higher_than_the_window(browser, page):
+    for width in (1280, 375):
+        browser.view(page, width, 400)
+        browser.js(f"({ANSWER}.open = true, {FIGURE}.scrollIntoView())")
+        play = f"{ROOT}.querySelector('[data-do=play]').getBoundingClientRect().bottom"
+        bottom, whole = browser.js(f"[{play}, {FIGURE}.offsetHeight]")
+        assert whole > 400 and 0 < bottom <= 400
 
 
-TOOLS = {
-    "memory": (
-        lambda: explore_memory("llama-3-70b", "H200", dp=4, zero_stage=3, overlap=False),
-        "[state.model, state.gpu, state.layout.dp, state.layout.zero_stage, state.layout.overlap]",
-        "llama-3-70b,H200,4,3,false",
-    ),
-    "schedule": (
-        lambda: explore_schedule("zb-h1", stages=2, microbatches=3, weight_grad=0.5),
-        "[state.ranks, state.microbatches, state.costs.W, complete()]",
-        "2,3,0.5,true",
-    ),
-}
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_in_a_notebook_opens_with_its_settings(browser, tool):
-    made, settings, values = TOOLS[tool]
-    frame = BeautifulSoup(made()._repr_html_(), "html.parser").iframe
-    browser.call("Page.navigate", url=frame["src"])
-    browser.until(f"{settings}.join() === '{values}'")
-    browser.do(("getComputedStyle(document.querySelector('nav')).display", "none"))
+def test_a_tool_in_a_notebook_opens_with_its_settings(browser):
+    layout = "state.layout.dp, state.layout.zero_stage, state.layout.overlap"
+    for made, settings, values in (
+        (
+            explore_memory("llama-3-70b", "H200", dp=4, zero_stage=3, overlap=False),
+            f"[state.model, state.gpu, {layout}]",
+            "llama-3-70b,H200,4,3,false",
+        ),
+        (
+            explore_schedule("zb-h1", stages=2, microbatches=3, weight_grad=0.5),
+            "[state.ranks, state.microbatches, state.costs.W, complete()]",
+            "2,3,0.5,true",
+        ),
+    ):
+        frame = BeautifulSoup(made._repr_html_(), "html.parser").iframe
+        browser.call("Page.navigate", url=frame["src"])
+        browser.until(f"{settings}.join() === '{values}'")
+        browser.do(("getComputedStyle(document.querySelector('nav')).display", "none"))

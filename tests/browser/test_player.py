@@ -44,29 +44,23 @@ def page(tmp_path_factory) -> Path:
 @pytest.fixture
 def player(browser, page) -> Iterator[Browser]:
     """The page, just opened at its usual width."""
-    browser.emulate(prefers_color_scheme="light")
-    browser.resize(1000)
-    browser.open(page.as_uri())
+    browser.view(page.as_uri(), 1000)
     browser.until(f"{FIGURE}.dataset.mounted && {FIGURE}.dataset.step")
     return browser
 
 
-def test_it_waits_to_be_played_and_plays_to_the_end(player):
+def test_it_waits_to_be_played_plays_to_the_end_and_keys_and_scrubbing_go_to_a_moment(player):
     player.do((COUNT, "0 / 6"), (TIME, 0))
     player.js(f"({ROOT}.querySelector('select').value = 4, {PLAY}.click())")
     player.until(f"{FIGURE}.dataset.step == 2")
     player.do((f"{NOW} > 1.5", True), (f"{PLAY}.ariaLabel", "Pause"))
     player.until(f"{PLAY}.ariaLabel == 'Play'")
     player.do((COUNT, "6 / 6"), (f"{TIME} - {END}", 0), (f"{SAID}.includes('all 4 ranks')", True))
-
-
-def test_keys_and_scrubbing_go_to_a_moment(player):
     player.js(f"{ROOT}.querySelector('.stage').focus()")
-    player.js(f"{ROOT}.querySelector('select').value = 4")
-    player.key("ArrowRight")
+    player.do("Home", (COUNT, "0 / 6"), (TIME, 0), "ArrowRight")
     player.until(f"{PLAY}.ariaLabel == 'Play' && {FIGURE}.dataset.step == 1")
     player.do((f"{SAID}.includes('Step 1 of 6')", True), "End", (COUNT, "6 / 6"))
-    player.do("ArrowLeft", (COUNT, "5 / 6"), "Home", (COUNT, "0 / 6"), (TIME, 0), " ")
+    player.do("ArrowLeft", (COUNT, "5 / 6"), "Home", " ")
     player.until(f"{FIGURE}.dataset.step == 1")
     player.do(" ")
     stopped = player.js(TIME)
@@ -78,20 +72,19 @@ def test_keys_and_scrubbing_go_to_a_moment(player):
     player.do((f"{ROOT}.querySelectorAll('.tick').length", 6))
 
 
-def test_the_theme_follows_the_page_and_reduced_motion_is_respected(player):
-    player.do((DARK, False))
+def test_it_follows_theme_width_paper_and_reduced_motion_and_adds_nothing_to_the_page(player, page):
+    loaded = "performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:'))"
+    player.do(("document.querySelectorAll('svg, style:not(head style)').length", 0))
+    player.do((f"{loaded}.length", 0), (DARK, False))
+    for node in (FIGURE, "document.querySelector('figure > div')"):
+        player.do((f"{node}.getAttribute('data-lm-suppress-shortcuts')", "true"))
     for background, dark in (("#111", DARK), ("#fff", f"!{DARK}")):
         player.js(f"document.body.style.background = '{background}'")
         player.until(dark)
     player.js("document.body.style.background = ''")
     player.emulate(prefers_color_scheme="dark")
     player.until(DARK)
-    player.emulate(prefers_reduced_motion="reduce")
-    player.js(f"{ROOT}.querySelector('[data-do=next]').click()")  # jumps to the end of the step
-    player.do((COUNT, "1 / 6"), (f"{TIME} > 1.5", True))
-
-
-def test_on_a_phone_the_panels_stand_below_each_other_and_on_paper_is_the_last_frame(player):
+    # on a phone the panels stand below each other, and on paper is the last frame
     player.resize(390)
     player.until(f"{VIEW} == '0 0 480 842'")
     player.do(("document.documentElement.scrollWidth <= 390", True))
@@ -102,28 +95,25 @@ def test_on_a_phone_the_panels_stand_below_each_other_and_on_paper_is_the_last_f
     player.do((f"Math.abs({NOW} - {END}) < .01", True))
     player.js("dispatchEvent(new Event('afterprint'))")
     player.do((f"{NOW} < .01", True))
-
-
-def test_it_adds_no_styles_to_the_page_loads_nothing_and_a_still_has_no_controls(player, page):
-    loaded = "performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:'))"
-    player.do(("document.querySelectorAll('svg, style:not(head style)').length", 0))
-    player.do((f"{loaded}.length", 0))
-    for node in (FIGURE, "document.querySelector('figure > div')"):
-        player.do((f"{node}.getAttribute('data-lm-suppress-shortcuts')", "true"))
-    player.open(page.with_name("timeline.html").as_uri())
+    player.emulate(prefers_reduced_motion="reduce")
+    player.js(f"{ROOT}.querySelector('[data-do=next]').click()")  # jumps to the end of the step
+    player.do((COUNT, "1 / 6"), (f"{TIME} > 1.5", True))
+    # a still has no controls
+    player.view(page.with_name("timeline.html").as_uri())
     player.until(f"{FIGURE}.dataset.mounted && {FIGURE}.dataset.step")
     player.do((f"getComputedStyle({ROOT}.querySelector('.bar')).display", "none"))
     player.do((f"{ROOT}.querySelectorAll('rect title').length", 48))
 
 
 def test_without_scripts_the_animation_plays_in_a_loop_or_is_still_for_who_wants_that(player, page):
-    player.open(page.with_name("bare.html").as_uri())
+    bare = page.with_name("bare.html").as_uri()
+    player.open(bare)
     player.until(SHOWN)
     player.do(("document.images[0].naturalWidth", 960), ("document.scripts.length", 0))
     first = player.picture()
     assert any(player.picture() != first for _ in range(100))
     player.emulate(prefers_reduced_motion="reduce")
-    player.open(page.with_name("bare.html").as_uri())
+    player.open(bare)
     player.until(SHOWN)
     shown = player.js("atob(document.images[0].currentSrc.split(',')[1])")
     assert "<animate" not in shown and "</svg>" in shown

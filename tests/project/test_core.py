@@ -23,7 +23,7 @@ from tests.project.test_package import PROJECT, ROOT
 # what an extra installs under another name than that of the module
 OTHER_NAMES = {"beautifulsoup4": "bs4", "jupyter-client": "jupyter_client", "pyyaml": "yaml"}
 # come with a package of the extra
-WITH_ANOTHER = {"IPython", "PIL", "markupsafe", "numpy", "traitlets", "websocket"}
+WITH_ANOTHER = {"IPython", "PIL", "markupsafe", "numpy", "websocket"}
 EXTRA_PACKAGES = set().union(*EXTRAS.values())
 CORE_PACKAGES = {re.split(r"\W", name)[0] for name in PROJECT["dependencies"]}
 OURS_OR_THEIRS = {"parallel101"} | CORE_PACKAGES | EXTRA_PACKAGES

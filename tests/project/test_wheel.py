@@ -41,7 +41,7 @@ def test_the_wheel_has_all_files_of_the_package_and_all_notebooks(installed):
 PROGRAM = """
 import contextlib
 from parallel101 import cli
-from parallel101.laboratory.publish import find_lessons
+from parallel101.laboratory.publish.find import find_lessons
 try:
     find_lessons(to_edit=True)
 except FileNotFoundError as error:

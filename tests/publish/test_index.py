@@ -1,49 +1,45 @@
-"""The index: its routes name lessons and homework that exist, with the minutes of the lessons."""
+"""The index: the routes of the course can be taken, and it shows what there is."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 from bs4 import BeautifulSoup
 
-from parallel101.laboratory.publish.execute import read_notebook
-from parallel101.laboratory.publish.index import (
-    PART,
-    ROUTE,
-    Opening,
-    index_page,
-    minutes,
-    read_opening,
-)
+from parallel101.laboratory.publish.find import homework_notebooks
+from parallel101.laboratory.publish.index import PART, index_page, read_opening
 from parallel101.laboratory.publish.page import Cover, Lesson
-from tests.lessons.lesson import LESSONS, read
+from tests.lessons.lesson import LESSONS, prose
 
 OPENING = read_opening(LESSONS)
-TITLES = [route["title"] for route in OPENING.routes]
+ROUTES = {route["title"]: route for route in OPENING["routes"]}
 
 
 @cache
 def course() -> dict[str, Lesson]:
-    paths = sorted(LESSONS.glob("*.ipynb"))
-    return {path.stem: Lesson.of(path.stem, read(path.stem)) for path in paths}
+    return {path.stem: Lesson.read(path, path.stem) for path in sorted(LESSONS.glob("*.ipynb"))}
 
 
 @cache
 def homework() -> dict[int, Lesson]:
-    paths = sorted((LESSONS.parent / "homework").glob("hw*_*/hw*.ipynb"))
-    return {int(path.stem[2:]): Lesson.of(path.parent.name, read_notebook(path)) for path in paths}
+    found = homework_notebooks(LESSONS).items()
+    return {number: Lesson.read(path, path.parent.name) for number, path in found}
 
 
-@pytest.mark.parametrize("route", OPENING.routes, ids=TITLES)
-def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(route):
-    named = [name for part in route["parts"] for name in part["lessons"]]
-    assert named == sorted(set(named)) and set(named) <= set(course())
-    assert all(minutes(part, course()) > 0 for part in route["parts"])
-    taken: list[str] = []
-    for part in route["parts"]:
+def minutes(part: dict) -> int:
+    lessons = [course()[name] for name in part["lessons"]]
+    return sum(lesson.short if part["short"] else lesson.minutes for lesson in lessons)
+
+
+@pytest.mark.parametrize("title", ROUTES)
+def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(title):
+    parts, taken = ROUTES[title]["parts"], list[str]()
+    named = [name for part in parts for name in part["lessons"]]
+    assert named == sorted({*named}) and {*named} <= {*course()} and all(map(minutes, parts))
+    for part in parts:
         taken += part["lessons"]
         for number in part["homework"]:
             # a later lesson may ask for one more exercise of it
@@ -52,95 +48,63 @@ def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(route):
 
 
 def test_a_lecture_takes_75_minutes_and_a_term_has_everything():
-    lecture, _, term = (route["parts"] for route in OPENING.routes)
-    assert sum(minutes(part, course()) for part in lecture) == 75
-    assert all(minutes(part, course()) <= 75 for part in term)
-    assert [name for part in term for name in part["lessons"]] == list(course())
-    assert [number for part in term for number in part["homework"]] == list(homework())
-    assert OPENING.picture in course()
+    lecture, _, term = (route["parts"] for route in ROUTES.values())
+    assert sum(map(minutes, lecture)) == 75 and max(map(minutes, term)) <= 75
+    assert [name for part in term for name in part["lessons"]] == [*course()]
+    assert [number for part in term for number in part["homework"]] == [*homework()]
 
 
 def test_the_short_way_of_a_lesson_names_its_sections():
     names = [name for name, lesson in course().items() if lesson.short]
     assert names
     for name in names:
-        cells = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
-        prose = "\n".join(["", *cells])
-        (short,) = re.findall(r"short way takes \d+ minutes: (.*?[.])\s", prose, re.DOTALL)
+        text = f"\n{prose(name)}"
+        (short,) = re.findall(r"short way takes \d+ minutes: (.*?[.])\s", text, re.DOTALL)
         sections = re.findall(r"\*([^*]+)\*", short)
-        assert sections and all(f"\n## {section}" in prose for section in sections), name
+        assert sections and all(f"\n## {section}" in text for section in sections), name
 
 
-def shown(lessons, opening=OPENING, **options) -> BeautifulSoup:
-    return BeautifulSoup(
-        index_page(lessons, homework=homework(), opening=opening, **options), "html.parser"
-    )
+def shown(lessons: Sequence[Lesson], opening=OPENING, **options) -> BeautifulSoup:
+    html = index_page(lessons, homework=homework(), opening=opening, **options)
+    return BeautifulSoup(html, "html.parser")
 
 
 def test_the_index_opens_with_a_moving_picture_and_three_routes():
-    page = shown([*course().values()], moving=Cover("data:still", "data:moving", "a ring"))
+    cover = Cover("data:still", "data:moving", "a ring")
+    page = shown([*course().values()], covers={"01_collectives": cover})
     assert page.find("h1").find_next("a")["href"].startswith("https://arxiv.org")
     image = page.select_one("figure.moving img")
     assert (image["alt"], image["src"]) == ("a ring", "data:moving")
     assert page.select_one("figure.moving source")["srcset"] == "data:still"
     assert page.select_one("figcaption a").get_text() == "01 Collectives"
-    assert [h.get_text() for h in page.select(".route h3")] == [
-        "One lecture 75\u00a0minutes",
-        "A week 9\u00a0hours",
-        "A term 15\u00a0hours",
-    ]
+    assert [image["src"] for image in page.select(".lessons img")] == ["data:still"]
+    titles = [heading.get_text().replace("\u00a0", " ") for heading in page.select(".route h3")]
+    assert titles == ["One lecture 75 minutes", "A week 9 hours", "A term 15 hours"]
     lecture, week, term = page.select(".route")
     assert "00 Ranks, the short way: 30\u00a0minutes" in lecture.get_text()
     assert "Day 1 00 Ranks, 01 Collectives: 130\u00a0minutes · Homework 1" in week.get_text()
-    rows = term.select("tbody tr")
+    first, second, *_ = rows = term.select("tbody tr")
     assert len(rows) == len(course())
-    assert [i["aria-label"] for i in rows[1].select("input")] == [
-        "Week 2, lecture",
-        "Week 2, homework due",
-    ]
-    assert len(rows[0].select("input")) == 1, "no homework in week 1"
-    assert [a["href"] for a in rows[1].select("a")] == ["01_collectives.html", "hw1_moving.html"]
+    assert len(first.select("input")) == 1, "no homework in week 1"
+    labels = [field["aria-label"] for field in second.select("input")]
+    assert labels == ["Week 2, lecture", "Week 2, homework due"]
+    assert [a["href"] for a in second.select("a")] == ["01_collectives.html", "hw1_moving.html"]
 
 
-def test_a_route_appears_only_if_all_its_lessons_have_a_page():
+def test_a_route_appears_only_if_all_its_lessons_have_a_page(tmp_path):
     first, second, *_ = course().values()
     page = shown([first, second])
     assert [h.contents[0].strip() for h in page.select(".route h3")] == ["One lecture"]
-    assert not page.select("script")
-    assert not shown([first]).select(".routes")
+    assert not page.select("script") and not shown([first]).select(".routes")
+    assert read_opening(tmp_path) == {}, "a folder of other lessons has no routes"
+    assert not shown([*course().values()], {}).select(".routes, .moving, .opening")
 
 
-def test_a_folder_without_routes_has_a_plain_index(tmp_path):
-    assert read_opening(tmp_path) == Opening()
-    assert not shown([*course().values()], Opening()).select(".routes, .moving, .opening")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "{",
-        '{"routes": []}',
-        json.dumps({"opening": "", "picture": "", "routes": [{"title": "A day"}]}),
-        json.dumps(
-            {
-                "opening": "",
-                "picture": "",
-                "routes": [{"title": "", "text": "", "parts": [{"lessons": [], "hour": 1}]}],
-            }
-        ),
-    ],
-    ids=["no JSON", "no opening", "no parts", "an unknown entry"],
-)
-def test_a_file_that_is_no_list_of_routes_is_refused(wrong, tmp_path):
-    (tmp_path / "routes.json").write_text(wrong)
-    with pytest.raises(ValueError, match=r"routes\.json is not a list of routes .*index\.py"):
-        read_opening(tmp_path)
-
-
-def test_titles_are_escaped():
-    lesson = Lesson("00_a", "A & <b>: c", "", minutes="5")
-    part = {**PART, "lessons": ["00_a"], "when": "Day <1>"}
-    route = {**ROUTE, "title": "R & D", "text": "x < y", "parts": [part]}
-    page = shown([lesson], Opening("text", "", (route,)))
+def test_titles_are_escaped_and_an_address_is_quoted():
+    lesson = Lesson("00_a", "A & <b>: c", "", minutes=5)
+    part = PART | {"lessons": ["00_a"], "when": "Day <1>"}
+    route = {"title": "R & D", "text": "x < y", "dates": False, "parts": [part]}
+    page = shown([lesson], {"opening": "text", "picture": "", "routes": [route]})
     assert page.select_one(".route h3").get_text().startswith("R & D")
     assert "Day <1> 00 A & <b>: 5\u00a0minutes" in page.select_one(".route li").get_text()
+    assert shown([Lesson("exercise #2", "Two", "")]).find(href="exercise%20%232.html")

@@ -19,8 +19,8 @@ from parallel101.laboratory.publish.reference import (
 
 def test_the_reference():
     """One test, since making the reference takes seconds."""
-    reference = make_reference()
-    pages = {page: BeautifulSoup(html, "html.parser") for page, html in reference.pages.items()}
+    made, names = make_reference()
+    pages = {page: BeautifulSoup(html, "html.parser") for page, html in made.items()}
     # every public name has a section, and no other
     for module in (p101, cost, layers, models, sharding):
         page = pages[f"reference/{module.__name__.replace('.', '/')}.html"]
@@ -49,28 +49,22 @@ def test_the_reference():
                 assert target in anchors, f"{page}: {link}"
                 assert not anchor or anchor in anchors[target], f"{page}: {link}"
     # the search has the names with their first sentence
-    by_title = {name.title: name for name in reference.names}
+    by_title = {name.title: name for name in names}
     assert by_title["Run.animate"].text == "Return an animation of the run's messages."
     assert by_title["cost.closed_form"].address == "reference/parallel101/cost.html#closed_form"
     assert {*p101.__all__} <= by_title.keys()
     # the pages load nothing and are small
-    assert sum(map(len, reference.pages.values())) < 3e6 and ADDRESS in reference.pages
-    for html in reference.pages.values():
+    assert sum(map(len, made.values())) < 3e6 and ADDRESS in made
+    for html in made.values():
         assert "default-src 'none'" in html
         assert "<script src" not in html and "<img" not in html
-    assert list(external_addresses(reference.pages[ADDRESS])) == []
+    assert list(external_addresses(made[ADDRESS])) == []
 
 
-def test_aligned_columns_stay_aligned():
-    table = "one.py      the first\nsecond.py   the second"
-    assert with_columns(f"A sentence.\n\n{table}").splitlines()[2:] == [
-        "    one.py      the first",
-        "    second.py   the second",
-    ]
+def test_aligned_columns_stay_aligned_and_a_sentence_ends_before_the_next():
+    table = ["one.py      the first", "second.py   the second"]
+    shown = with_columns("\n".join(["A sentence.", "", *table])).splitlines()[2:]
+    assert shown == [f"    {line}" for line in table]
     assert with_columns("Words.\n\n>>> 1 + 1\n2") == "Words.\n\n>>> 1 + 1\n2"
-
-
-def test_the_first_sentence_ends_before_the_next():
-    assert (
-        first_sentence("Send x to\n`dst`, e.g. 3. It waits.\n\nMore.") == "Send x to `dst`, e.g. 3."
-    )
+    docstring = "Send x to\n`dst`, e.g. 3. It waits.\n\nMore."
+    assert first_sentence(docstring) == "Send x to `dst`, e.g. 3."

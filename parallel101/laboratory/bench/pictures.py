@@ -26,8 +26,9 @@ from jupyter_client.manager import KernelManager
 import parallel101 as p101
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
 from parallel101.laboratory.bench.launch_time import time_spawn
-from parallel101.laboratory.publish import find_lessons, publish, select_lessons
+from parallel101.laboratory.publish.find import find_lessons, select_lessons
 from parallel101.laboratory.publish.run_page import run_page
+from parallel101.laboratory.publish.write_site import publish
 from parallel101.laboratory.ranks.launch import Run
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.chromium import Browser, find_chromium

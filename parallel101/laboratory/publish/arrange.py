@@ -15,6 +15,8 @@ presenter.js.
 
 from __future__ import annotations
 
+from html import escape
+
 from bs4 import BeautifulSoup, Tag
 
 SHOWN_LINES = 20  # at the beginning and at the end of a long output
@@ -60,7 +62,7 @@ def name_headings(body: BeautifulSoup) -> Tag | None:
 
     Return the table of contents, or None if there are fewer than two sections.
     """
-    contents, taken = body.new_tag("ol"), set[str]()
+    listed, taken = list[str](), set[str]()
     for heading in body.select(".text_cell_render > :is(h1, h2, h3)"):
         title = heading.get_text().strip()
         name = title.replace(" ", "-")
@@ -72,18 +74,14 @@ def name_headings(body: BeautifulSoup) -> Tag | None:
             continue
         if not heading.find("a"):  # the heading is a link to itself
             link = body.new_tag("a", attrs={"class": "anchor", "href": f"#{name}"})
-            for part in list(heading.contents):
-                link.append(part.extract())
+            link.extend(list(heading.contents))
             heading.append(link)
-        item, link = body.new_tag("li", attrs={"class": heading.name}), body.new_tag("a")
-        link["href"], link.string = f"#{name}", title
-        item.append(link)
-        contents.append(item)
-    if len(contents.contents) < 2:
+        to = f'<a href="#{escape(name)}">{escape(title)}</a>'
+        listed.append(f'<li class="{heading.name}">{to}</li>')
+    if len(listed) < 2:
         return None
-    place = body.new_tag("nav", attrs={"class": "contents", "aria-label": "Contents"})
-    place.append(contents)
-    return place
+    html = f'<nav aria-label="Contents" class="contents"><ol>{"".join(listed)}</ol></nav>'
+    return BeautifulSoup(html, "html.parser").nav
 
 
 def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:

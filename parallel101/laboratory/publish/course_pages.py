@@ -21,50 +21,43 @@ from collections import defaultdict
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 from bs4 import BeautifulSoup, Tag
 
-from parallel101.laboratory.publish import glossary
 from parallel101.laboratory.publish.arrange import name_headings
 from parallel101.laboratory.publish.find import Repository
 from parallel101.laboratory.publish.markdown import to_html
+from parallel101.laboratory.publish.offline_page import Page
 from parallel101.laboratory.publish.templates import render
 
-TEACHING, ERRORS, CITATION = "docs/teaching.md", "lessons/errors.md", "CITATION.cff"
-ADDRESSES = {
-    ERRORS: "errors_explained.html",
-    TEACHING: "teach_with_it.html",
-    CITATION: "cite.html",
-    "lessons/glossary.md": glossary.PAGE,
-}
-TEXTS = {
-    ERRORS: "What each error means, what to do about it, and the lesson that explains it.",
-    TEACHING: "Choose lessons, give lectures from the pages, hand out homework and grade a class.",
-    CITATION: "How to name parallel101 in a paper or a thesis.",
-}
-ALSO = {  # other words by which the search finds a page
-    ERRORS: "my program hangs crashes fails: hang crash timeout NCCL watchdog exception bug debug",
-    TEACHING: "teacher course syllabus grading",
-    CITATION: "BibTeX paper reference",
+ERRORS, CITATION = "lessons/errors.md", "CITATION.cff"
+PAGES = {
+    ERRORS: Page(
+        "errors_explained.html",
+        "",
+        "What each error means, what to do about it, and the lesson that explains it.",
+        "my program hangs crashes fails: hang crash timeout NCCL watchdog exception bug debug",
+    ),
+    "docs/teaching.md": Page(
+        "teach_with_it.html",
+        "",
+        "Choose lessons, give lectures from the pages, hand out homework and grade a class.",
+        "teacher course syllabus grading",
+    ),
+    CITATION: Page(
+        "cite.html",
+        "",
+        "How to name parallel101 in a paper or a thesis.",
+        "BibTeX paper reference",
+    ),
 }
 PROGRAM = "train.py"  # the name under which the programs of a page run
 
 
-class CoursePage(NamedTuple):
-    """A page that the index lists below the lessons."""
-
-    address: str
-    title: str
-    text: str  # what it is, in a sentence
-    body: str  # HTML
-    also: str = ""  # other words by which the search finds it
-
-
 def course_pages(
     root: Path, pages: Collection[str] = (), repository: Repository | None = None
-) -> list[CoursePage]:
+) -> list[Page]:
     """Return the pages whose files are in the folder `root`, the one that has docs/.
 
     Args:
@@ -73,10 +66,10 @@ def course_pages(
 
     Raises ValueError if a program in lessons/errors.md raises nothing.
     """
-    there = [file for file in TEXTS if (root / file).is_file()]
-    known = {*pages, *(ADDRESSES[file] for file in there)}
+    there = {file: page for file, page in PAGES.items() if (root / file).is_file()}
+    known = {*pages, *(page.address for page in there.values())}
     made = []
-    for file in there:
+    for file, page in there.items():
         text = (root / file).read_text(encoding="utf-8")
         if file == CITATION:
             text = citation(text, repository)
@@ -92,8 +85,7 @@ def course_pages(
             first.insert_before(contents)
         for link in soup.select("a[href]:not([href^='#'])"):
             _lead_somewhere(link, posixpath.dirname(file), known, repository)
-        title = heading.get_text()
-        made.append(CoursePage(ADDRESSES[file], title, TEXTS[file], str(soup), ALSO[file]))
+        made.append(page._replace(title=heading.get_text(), body=str(soup)))
     return made
 
 
@@ -119,10 +111,12 @@ def _lead_somewhere(
     if "://" in path:
         return
     target = posixpath.normpath(posixpath.join(folder, path))
-    page = ADDRESSES.get(target, "")
     kind, name, *_ = [*target.split("/"), ""]  # a lesson's notebook, or the folder of a homework
-    if kind in ("lessons", "homework") and not page:
-        page = f"{name.removesuffix('.ipynb')}.html"
+    if target in PAGES:
+        page = PAGES[target].address
+    else:  # that of a lesson, of a homework, or of the glossary
+        inside = kind in ("lessons", "homework")
+        page = f"{name.partition('.')[0]}.html" if inside else ""
     if page in pages:
         link["href"] = page + hash + heading
     elif repository is not None:

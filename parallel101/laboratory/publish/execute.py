@@ -25,7 +25,6 @@ from nbclient.exceptions import (
 )
 from nbformat import NotebookNode
 from tqdm import tqdm
-from traitlets import default
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -39,70 +38,6 @@ class LessonFailed(Exception):
     def __init__(self, lesson: str, why: str):
         self.lesson = lesson
         super().__init__(f"lesson {lesson}: {why}")
-
-
-class _KernelOfThisPython(AsyncKernelManager):
-    """Starts `sys.executable -m ipykernel_launcher`.
-
-    It ignores installed kernels that are also named python3.
-    """
-
-    @default("kernel_spec_manager")
-    def _native_kernel_only(self) -> KernelSpecManager:
-        return KernelSpecManager(kernel_dirs=[], parent=self)
-
-    @default("transport_encryption")
-    def _encrypt_if_possible(self) -> str:
-        # without encryption a new ipykernel warns at each start; an old one does not support it
-        return "auto"
-
-
-class _InterruptibleClient(NotebookClient):
-    """Raises KeyboardInterrupt after Ctrl-C or SIGTERM.
-
-    NotebookClient only ends the kernel, and its methods then fail in various ways.
-    """
-
-    _cleanup_lock: asyncio.Lock
-
-    @property
-    def stopped(self) -> bool:
-        # NotebookClient's signal handler sets it
-        return hasattr(self, "_async_cleanup_kernel_future")
-
-    def run(self) -> None:
-        """Run the notebook.
-
-        Raises KeyboardInterrupt if it was stopped, whichever exception followed from that.
-        """
-        try:
-            self.execute()
-        except (Exception, asyncio.CancelledError):
-            if not self.stopped:
-                raise
-        if self.stopped:
-            raise KeyboardInterrupt
-
-    async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        await super().async_start_new_kernel(**kwargs)
-        if self.stopped:  # the signal came before there was a kernel to end
-            await self._async_cleanup_kernel()
-            raise KeyboardInterrupt
-
-    async def _async_cleanup_kernel(self) -> None:
-        """End the kernel once.
-
-        Both the signal handler and `execute` call this; the second call waits until the kernel has
-        ended.
-        """
-        if not hasattr(self, "_cleanup_lock"):
-            self._cleanup_lock = asyncio.Lock()
-        if self.stopped:
-            # a graceful shutdown would interrupt the cell and show a traceback
-            self.shutdown_kernel = "immediate"
-        async with self._cleanup_lock:
-            if self.km is not None:
-                await super()._async_cleanup_kernel()
 
 
 def read_notebook(path: Path) -> NotebookNode:
@@ -133,22 +68,35 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     running: list[int] = []
 
+    def begin(cell_index: int, **_: Any) -> None:
+        if _was_stopped(client):  # the signal came before there was a kernel to end
+            raise asyncio.CancelledError
+        running.append(cell_index)
+
     with tqdm(total=len(code_cells), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
-        client = _InterruptibleClient(
+        client = NotebookClient(
             notebook,
-            kernel_name="python3",
-            kernel_manager_class=_KernelOfThisPython,
+            # not an installed kernel that is also named python3; without encryption a new
+            # ipykernel warns at each start, and an old one does not support it
+            AsyncKernelManager(
+                kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto"
+            ),
+            shutdown_kernel="immediate",  # a graceful one would interrupt the cell: a traceback
             timeout=timeout,
             resources={"metadata": {"path": str(path.parent)}},
             coalesce_streams=True,
             store_widget_state=False,
             record_timing=False,
-            on_cell_execute=lambda cell_index, **_: running.append(cell_index),
+            on_cell_execute=begin,
             on_cell_executed=lambda **_: bar.update(),
         )
         try:
-            client.run()
-        except (CellControlSignal, DeadKernelError, RuntimeError) as error:
+            asyncio.run(_execute(client))
+        except (Exception, asyncio.CancelledError) as error:
+            if _was_stopped(client):
+                raise KeyboardInterrupt from error
+            if not isinstance(error, (CellControlSignal, DeadKernelError, RuntimeError)):
+                raise
             if not running:
                 raise LessonFailed(path.stem, f"the kernel did not start: {error}") from error
             cell = notebook.cells[running[-1]]
@@ -156,7 +104,25 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
             where = f"code cell {code_cells.index(running[-1]) + 1} of {len(code_cells)} failed"
             why = f"{where}:\n\n{code}\n\n{_explain(error, cell, timeout)}"
             raise LessonFailed(path.stem, why) from error
+    if _was_stopped(client):
+        raise KeyboardInterrupt
     return notebook
+
+
+def _was_stopped(client: NotebookClient) -> bool:
+    """Return whether Ctrl-C or SIGTERM came: NotebookClient's signal handler makes a future."""
+    return hasattr(client, "_async_cleanup_kernel_future")
+
+
+async def _execute(client: NotebookClient) -> None:
+    """Run the notebook, and end its kernel, once: after a signal, NotebookClient ends it itself."""
+    try:
+        await client.async_execute()
+    finally:
+        if _was_stopped(client):
+            await client._async_cleanup_kernel_future  # type: ignore[attr-defined]
+        if client.km is not None:
+            await client._async_cleanup_kernel()
 
 
 def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:

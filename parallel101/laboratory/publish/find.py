@@ -122,7 +122,7 @@ def homework_notebooks(folder: Path) -> dict[int, Path]:
     for path in sorted((folder.parent / "homework").glob("hw*_*/hw*.ipynb")):
         if number := re.match(r"hw(\d+)_", path.parent.name):
             found[int(number[1])] = path
-    return found
+    return dict(sorted(found.items()))
 
 
 class Repository(NamedTuple):

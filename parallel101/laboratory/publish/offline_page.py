@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from html import escape
 from importlib.resources import files
+from typing import NamedTuple
 
 # With this policy the browser loads nothing from outside the page. `external_addresses` in page.py
 # tells the lesson's author earlier.
@@ -16,6 +17,22 @@ POLICY = (
     "blob:; font-src data:; media-src data:"
 )
 HIGHLIGHTED = re.compile(r'class="[^"]*\bhighlight\b')  # code as Pygments writes it
+
+
+class Page(NamedTuple):
+    """A page of the site, as the index and the search list it."""
+
+    address: str  # below site/
+    title: str
+    text: str  # what it is, or what the reader does there, in a sentence
+    also: str = ""  # other words by which the search finds it
+    invitation: str = ""  # what its button at the top of the index says
+    body: str = ""  # HTML, of a page that is written in Markdown
+
+
+def file_text(path: str) -> str:
+    """Return the text of a style sheet, a script or another file in this folder."""
+    return files(__package__).joinpath(path).read_text(encoding="utf-8")
 
 
 def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
@@ -28,7 +45,6 @@ def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
     if scripts_beside:  # on a disk, not every browser counts a file as "self"
         policy = POLICY.replace("script-src", "script-src 'self' file:")
     light, dark = _code_colours() if HIGHLIGHTED.search(body) else ("", "")
-    css = files("parallel101.laboratory.publish").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -41,7 +57,7 @@ def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
 @media screen and (prefers-color-scheme: dark) {{
 {dark}
 }}
-{css}</style>
+{file_text("page.css")}</style>
 </head>
 <body>
 {body}

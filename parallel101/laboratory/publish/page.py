@@ -25,6 +25,7 @@ from functools import cache
 from html import unescape
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import indent
 from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import quote
@@ -65,13 +66,35 @@ class Lesson(NamedTuple):
     title: str
     summary: str  # its first paragraph, as plain text
     homework: tuple[int, ...] = ()  # the numbers of the homeworks that it names
-    minutes: str = ""  # how long it takes, if it says so
-    short: str = ""  # the minutes of its short way, if it has one
+    minutes: int = 0  # how long it takes, if it says so
+    short: int = 0  # the minutes of its short way, if it has one
+    path: Path = Path()  # of its notebook
 
     @property
-    def sentence(self) -> str:
+    def address(self) -> str:
+        """The address of its page, from another page."""
+        return quote(f"{self.name}.html")  # a teacher's file may be called "exercise #2"
+
+    @property
+    def numbered(self) -> str:
+        """The title with the number of the lesson's name."""
+        number = re.match(r"\d+(?=_)", self.name)
+        return f"{number[0]} {self.title}" if number else self.title
+
+    @property
+    def short_title(self) -> str:
+        """The number and the title up to its colon, such as "00 Ranks"."""
+        return self.numbered.partition(":")[0]
+
+    @property
+    def text(self) -> str:
         """The first sentence of the summary."""
         return re.split(r"(?<=[.!?])\s", self.summary, maxsplit=1)[0]
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> Lesson:
+        """Read a notebook; raises LessonFailed if the file isn't one."""
+        return cls.of(name, read_notebook(path))._replace(path=path)
 
     @classmethod
     def of(cls, name: str, notebook: NotebookNode) -> Lesson:
@@ -85,23 +108,22 @@ class Lesson(NamedTuple):
         summary = paragraph.get_text() if paragraph else ""
         numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
         times = [said.search(prose.get_text()) for said in (MINUTES, SHORT)]
-        minutes, short = (found[1] if found else "" for found in times)
+        minutes, short = (int(found[1]) if found else 0 for found in times)
         return cls(name, title, summary, tuple(numbers), minutes, short)
-
-
-class _OfflineExporter(HTMLExporter):
-    """nbconvert's HTML for cells and outputs, with our Markdown."""
-
-    @pass_context
-    def markdown2html(self, context, source):
-        path = context["resources"]["metadata"].get("path", "")
-        return to_html(source, context.get("cell", {}).get("attachments"), path)
 
 
 @cache
 def _exporter() -> HTMLExporter:
+    """Return nbconvert's HTML for cells and outputs, with our Markdown."""
+
+    @pass_context
+    def markdown(context, source):
+        path = context["resources"]["metadata"].get("path", "")
+        return to_html(source, context.get("cell", {}).get("attachments"), path)
+
     no_prompts = {"exclude_input_prompt": True, "exclude_output_prompt": True}
-    return _OfflineExporter(template_name="basic", **no_prompts)
+    own = {"markdown2html": markdown}
+    return HTMLExporter(template_name="basic", filters=own, **no_prompts)
 
 
 def lesson_body(
@@ -137,7 +159,7 @@ def lesson_body(
     arrange(soup)
     for text in list(soup.find_all("strong", string=HOMEWORK)):
         if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
-            text.wrap(soup.new_tag("a", href=page_name(task)))
+            text.wrap(soup.new_tag("a", href=task.address))
     for link in soup.find_all("a", href=NOTEBOOK):  # beside the page is the other lesson's page
         if lessons is not None and str(link["href"]).partition(".")[0] not in lessons:
             link.unwrap()
@@ -172,15 +194,10 @@ class Cover(NamedTuple):
         assert self.narrow is not None, "it has such a layout"
         (width, height), (head, _, data) = self.narrow, image.partition(",")
         svg = base64.b64decode(data).decode()
+        size, inside = (f'width="{width - k}" height="{height - k}"' for k in (0, 1))
         for old, new in (
-            (
-                r'viewBox="0 0 \d+ \d+" width="\d+" height="\d+"',
-                f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"',
-            ),
-            (
-                r'(class="card" x=".5" y=".5") width="\d+" height="\d+"',
-                rf'\1 width="{width - 1}" height="{height - 1}"',
-            ),
+            (r'(viewBox="0 0) \d+ \d+" width="\d+" height="\d+"', rf'\1 {width} {height}" {size}'),
+            (r'(class="card" x=".5" y=".5") width="\d+" height="\d+"', rf"\1 {inside}"),
             ('data-narrow="none"', 'display="none"'),
             (r'data-narrow="([^"]+)"', r'transform="\1"'),
         ):
@@ -220,8 +237,6 @@ def lesson_page(
         body=Markup(body),
         seconds=seconds,
         machine=machine(),
-        page_name=page_name,
-        name_of=lambda one: one.title.partition(":")[0],
     )
     return offline_html(lesson.title, html)
 
@@ -281,22 +296,6 @@ def _without_kernel(notebook: NotebookNode) -> NotebookNode:
     return notebook
 
 
-def page_name(lesson: Lesson) -> str:
-    """Return the address of a lesson's page, from another page."""
-    return quote(f"{lesson.name}.html")  # a teacher's file may be called "exercise #2"
-
-
-def numbered(lesson: Lesson) -> str:
-    """Return the title with the number of the lesson's name."""
-    number = re.match(r"\d+(?=_)", lesson.name)
-    return f"{number[0]} {lesson.title}" if number else lesson.title
-
-
-def short_title(lesson: Lesson) -> str:
-    """Return the number and the title up to its colon, such as "00 Ranks"."""
-    return numbered(lesson).partition(":")[0]
-
-
 def machine() -> str:
     """Return in words what the lessons ran on."""
     python, system = platform.python_version(), platform.system()
@@ -304,31 +303,18 @@ def machine() -> str:
 
 
 def homework_body(path: Path) -> str:
-    """Return the body of a homework's page: the notebook at `path`, with what help() shows."""
-    return lesson_body(with_specifications(read_notebook(path), path.parent), path.parent)
+    """Return the body of a homework's page: the notebook at `path`, with what help() shows.
 
-
-def with_specifications(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """Return a copy in which each cell `help(hwN.f)` has the signature and docstring of f.
-
-    Raises ValueError if the file beside the notebook has no such function.
+    That is the signature and the docstring of a stub in the file beside the notebook.
     """
-    notebook = deepcopy(notebook)
+    notebook = read_notebook(path)
     for cell in notebook.cells:
         if cell.cell_type == "code" and (asked := HELP.match(cell.source)):
-            text = specification(folder / f"{asked[1]}.py", asked[2])
+            file, name = asked.groups()
+            code = ast.parse(path.with_name(f"{file}.py").read_text(encoding="utf-8")).body
+            stub = {node.name: node for node in code if isinstance(node, ast.FunctionDef)}[name]
+            returns = f" -> {ast.unparse(stub.returns)}" if stub.returns else ""
+            docstring = indent(ast.get_docstring(stub) or "", "    ")
+            text = f"{name}({ast.unparse(stub.args)}){returns}\n{docstring}\n"
             cell.outputs = [new_output("stream", name="stdout", text=text)]
-    return notebook
-
-
-def specification(path: Path, name: str) -> str:
-    """Return what help() says of a function in the file at `path`: its signature and docstring."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-            head = name
-            if isinstance(node, ast.FunctionDef):
-                returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-                head += f"({ast.unparse(node.args)}){returns}"
-            lines = (ast.get_docstring(node) or "").splitlines()
-            return "\n".join([head, *(f"    {line}".rstrip() for line in lines)]) + "\n"
-    raise ValueError(f"{path} has no function {name}, which the notebook beside it asks help() for")
+    return lesson_body(notebook, path.parent)

@@ -15,10 +15,10 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from html import unescape
 from importlib import import_module
 from importlib.resources import as_file, files
-from typing import NamedTuple
 
 import pdoc.doc
 import pdoc.render
@@ -49,15 +49,11 @@ GROUPS = {  # of the package's own names, by the module that defines them
 ERRORS = "Errors"
 
 
-class Reference(NamedTuple):
-    """The pages by their address below site/, and all names for the search."""
+def make_reference() -> tuple[dict[str, str], list[SearchEntry]]:
+    """Return the pages of the reference by their address, and all names for the search.
 
-    pages: dict[str, str]
-    names: list[SearchEntry]
-
-
-def make_reference() -> Reference:
-    """Return the pages of the reference. Keras's part is left out where Keras is missing."""
+    Keras's part is left out where Keras is missing.
+    """
     modules = {module.modulename: module for module in _modules()}
     for module in modules.values():
         _describe_constants(module)
@@ -93,7 +89,7 @@ def make_reference() -> Reference:
             pages[page] = _framed(name, body, page)
     names = [one for name in modules for one in _names(modules[name], groups[name])]
     pages[ADDRESS] = _framed(TITLE, _index(modules, groups, names), ADDRESS)
-    return Reference(pages, names)
+    return pages, names
 
 
 def _modules() -> Iterator[pdoc.doc.Module]:
@@ -101,18 +97,10 @@ def _modules() -> Iterator[pdoc.doc.Module]:
     for name in package.__all__:  # each is imported when it is first used, and pdoc reads __dict__
         getattr(package, name)
     yield pdoc.doc.Module(package)
+    os.environ["KERAS_BACKEND"] = "torch"
     for name in MODULES:
-        before = os.environ.get("KERAS_BACKEND")
-        try:
-            if name == "keras":
-                os.environ["KERAS_BACKEND"] = "torch"
+        with suppress(ImportError):  # Keras is an extra
             yield pdoc.doc.Module(import_module(f"{PACKAGE}.{name}"))
-        except ImportError:  # Keras is an extra
-            continue
-        finally:
-            os.environ.pop("KERAS_BACKEND", None)
-            if before is not None:
-                os.environ["KERAS_BACKEND"] = before
 
 
 def _describe_constants(module: pdoc.doc.Module) -> None:
@@ -138,13 +126,9 @@ def _group(member: pdoc.doc.Doc) -> str:
     if isinstance(member.obj, type) and issubclass(member.obj, BaseException):
         return ERRORS
     inside = member.taken_from[0].removeprefix(f"{PACKAGE}.").removeprefix("laboratory.")
-    fitting = [
-        (len(prefix), title)
-        for title, prefixes in GROUPS.items()
-        for prefix in prefixes
-        if f"{inside}.".startswith(f"{prefix}.")
-    ]
-    return max(fitting)[1]  # the longest prefix
+    titles = {prefix: title for title, prefixes in GROUPS.items() for prefix in prefixes}
+    fitting = [prefix for prefix in titles if f"{inside}.".startswith(f"{prefix}.")]
+    return titles[max(fitting, key=len)]
 
 
 def shown_members(member: pdoc.doc.Class, module: pdoc.doc.Module) -> list[pdoc.doc.Doc]:

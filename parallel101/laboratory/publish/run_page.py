@@ -21,7 +21,6 @@ import base64
 import gzip
 from array import array
 from html import escape
-from importlib.resources import files
 
 from parallel101.laboratory.analysis.run_window import TrainingSteps, training_steps, window
 from parallel101.laboratory.analysis.traffic import traffic
@@ -32,7 +31,7 @@ from parallel101.laboratory.analysis.waiting import (
     waits,
     with_compute,
 )
-from parallel101.laboratory.publish.offline_page import offline_html
+from parallel101.laboratory.publish.offline_page import file_text, offline_html
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
@@ -60,7 +59,6 @@ MOST_EVENTS = 4000  # in a timeline
 MOST_CHOSEN = 200_000  # in all steps that can be chosen
 PARTS = 200  # of a run in which no steps are found
 MESSAGES = MOST_LANES  # the number of the lane below those of the spans
-SCRIPT = files("parallel101.laboratory.publish").joinpath("chooser.js").read_text(encoding="utf-8")
 
 
 def run_page(
@@ -228,7 +226,8 @@ def step_chooser(
         f'<style>{_style()}</style><section class="chooser" hidden><h2>Steps</h2>'
         f'<p>{escape(_about(known, len(events), drawn))}</p><div class="drawn"></div>'
         f'<script type="application/json">{script_json(setup)}</script>'
-        f'<script type="text/plain">{data}</script></section><script>{SCRIPT}</script>'
+        f'<script type="text/plain">{data}</script></section>'
+        f"<script>{file_text('chooser.js')}</script>"
     )
 
 

@@ -24,10 +24,10 @@ from bs4 import BeautifulSoup
 from nbformat import NotebookNode
 
 from parallel101.laboratory.publish.arrange import HEADINGS, name_headings
-from parallel101.laboratory.publish.course_pages import CoursePage
 from parallel101.laboratory.publish.glossary import PAGE, Term
 from parallel101.laboratory.publish.markdown import to_html
-from parallel101.laboratory.publish.page import Lesson, page_name, short_title
+from parallel101.laboratory.publish.offline_page import Page
+from parallel101.laboratory.publish.page import Lesson
 
 FILE = "search_index.js"
 IN_TITLE, MOST_IN_TEXT = 12, 6  # weights of a word
@@ -56,10 +56,10 @@ def notebook_entries(kind: str, lesson: Lesson, notebook: NotebookNode) -> Itera
             html += f'<pre class="cell">{escape(cell.source)}</pre>'
     soup = BeautifulSoup(html, "html.parser")
     name_headings(soup)
-    yield from _sections(kind, short_title(lesson), page_name(lesson), soup)
+    yield from _sections(kind, lesson.short_title, lesson.address, soup)
 
 
-def page_entries(page: CoursePage) -> Iterator[SearchEntry]:
+def page_entries(page: Page) -> Iterator[SearchEntry]:
     """Yield the sections of a page around the lessons."""
     soup = BeautifulSoup(page.body, "html.parser")
     for contents in soup.select("nav"):

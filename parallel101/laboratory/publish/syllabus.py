@@ -110,25 +110,22 @@ def read_syllabus(path: Path, folder: Path) -> Syllabus:
 
 def _week(entries: Any, folder: Path) -> Week:
     """Return one week of the file, with its lessons by their whole names."""
-    if not isinstance(entries, dict) or (unknown := [*{*entries} - {*Week._fields}]):
-        named = repr(unknown[0]) if isinstance(entries, dict) else repr(entries)
-        raise ValueError(f"{named} is not an entry of a week; there are {', '.join(Week._fields)}")
+    try:
+        week = Week(**entries)
+    except TypeError as error:
+        raise ValueError(f"{error}; the entries of a week are {', '.join(Week._fields)}") from error
     for name, (kind, expected) in KINDS.items():
-        values = entries.get(name, [])
-        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        values = getattr(week, name)
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(value, kind) for value in values
+        ):
             raise ValueError(f"{name} is {values!r}; expected {expected}")
-    days = {name: entries.get(name) for name in ("date", "due")}
+    days: dict[str, Any] = {"date": week.date, "due": week.due}
     for name, day in days.items():
         if not isinstance(day, date | str | None):
             raise ValueError(f"{name} is {day!r}; expected a date or a text")
         days[name] = day.date() if isinstance(day, datetime) else day
-    week = Week(
-        title=str(entries.get("title", "")),
-        lessons=tuple(select_lessons(folder, [n])[0].stem for n in entries.get("lessons", [])),
-        goals=tuple(entries.get("goals", [])),
-        homework=tuple(entries.get("homework", [])),
-        **days,
-    )
+    week = week._replace(**days)
     there = homework_notebooks(folder)
     for number in week.homework:
         if number not in there:
@@ -136,4 +133,5 @@ def _week(entries: Any, folder: Path) -> Week:
             raise ValueError(f"there is no homework {number}; there are {known}")
     if isinstance(week.date, date) and isinstance(week.due, date) and week.due < week.date:
         raise ValueError(f"its homework is due {week.due}, before the lecture of {week.date}")
-    return week
+    lessons = [select_lessons(folder, [name])[0].stem for name in week.lessons]
+    return week._replace(lessons=tuple(lessons), title=str(week.title))

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from parallel101.laboratory.publish.offline_page import file_text
 from parallel101.laboratory.viz.scene import script_json
-
-
-def file_text(path: str) -> str:
-    """Return the text of a style sheet or script in this folder."""
-    return files(__package__).joinpath(path).read_text(encoding="utf-8")
 
 
 @cache

@@ -1,33 +1,47 @@
 """Runs lessons and writes the site: a page for each lesson and homework, the glossary, the index.
 
-If a lesson fails, the others still run. Pages are written whole or not at all.
+    notebooks ── execute.py, page.py ──▶ a page each, written as soon as its lesson has run
+    the others ──▶ {path in the site: text} ──▶ written at the end, the index last
+
+If a lesson fails, the others still run. Files are written whole or not at all. A page ends with a
+digest of what it is made from:
+
+    a lesson's   the notebook, the other files beside it, and this package
+    the index's  the same of the whole site: all notebooks, docs/, the homework
+    the atlas's  those folders of the package that its 984 runs depend on
+
+What has the same digest isn't made again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.extras import needs_extra
-from parallel101.laboratory.publish.course_pages import CITATION, CoursePage, course_pages
+from parallel101.laboratory import PACKAGE
+from parallel101.laboratory.publish.course_pages import CITATION, course_pages
 from parallel101.laboratory.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.laboratory.publish.find import Repository, homework_notebooks, select_lessons
-from parallel101.laboratory.publish.glossary import PAGE, read_terms
+from parallel101.laboratory.publish.glossary import Term, read_terms
 from parallel101.laboratory.publish.index import (
+    GLOSSARY,
     REFERENCE,
-    ListedPage,
     Opening,
     index_page,
     read_opening,
 )
+from parallel101.laboratory.publish.offline_page import Page
 from parallel101.laboratory.publish.page import (
+    NONE,
     Lesson,
     course_page,
     cover_of,
@@ -35,8 +49,6 @@ from parallel101.laboratory.publish.page import (
     lesson_body,
     lesson_page,
     machine,
-    offline_html,
-    page_name,
     parts_of_page,
 )
 from parallel101.laboratory.publish.search_index import FILE as SEARCH
@@ -48,13 +60,12 @@ from parallel101.laboratory.publish.search_index import (
     search_index,
 )
 from parallel101.laboratory.publish.syllabus import Syllabus
-from parallel101.laboratory.publish.tools import TOOL_PAGES, ToolPage
-from parallel101.laboratory.publish.unchanged import (
-    digest,
-    digest_of_package,
-    files_of_module,
-    is_unchanged,
-    marked,
+from parallel101.laboratory.publish.tools import TOOLS, collectives_atlas_page
+
+ROOT, INDEX = Path(PACKAGE), "index.html"
+ATLAS = (  # what the runs of the atlas and their pictures depend on
+    *("collectives", "cost", "mesh.py", "spans.py"),
+    *(f"laboratory/{room}" for room in ("analysis", "publish", "record", "sim", "viz")),
 )
 
 
@@ -66,6 +77,21 @@ class Published(NamedTuple):
 
     written: list[Path]
     failed: list[LessonFailed]
+
+
+RunLesson = tuple[str, float, str]  # its body, its seconds, and the digest of what it was made from
+
+
+class Course(NamedTuple):
+    """The lessons and the homework of a site, and what its pages have in common."""
+
+    folder: Path  # of the lessons
+    lessons: dict[str, Lesson]  # by name, in order, without files that aren't notebooks
+    homework: dict[int, Lesson]  # by number
+    whole: bool  # whether it is all there is in the folder, with the pages around it
+    opening: Opening
+    syllabus: Syllabus | None
+    repository: Repository | None
 
 
 def make_output_folder(out: Path) -> None:
@@ -82,20 +108,6 @@ def make_output_folder(out: Path) -> None:
     except OSError as error:
         why = f"cannot write pages to {out} ({error.strerror})"
         raise ValueError(f"{why}; give a writable folder, e.g. --out site") from error
-
-
-MadePage = tuple[str, float, str]  # a lesson's body, its seconds, and what it was made from
-
-
-class Course(NamedTuple):
-    """The facts that the pages of a course have in common."""
-
-    lessons: list[Path]  # in order
-    homework: dict[int, Lesson]  # those that have a page
-    whole: bool  # whether the glossary has all terms, or only those that are linked
-    opening: Opening
-    syllabus: Syllabus | None = None
-    repository: Repository | None = None  # that has the lessons, if it is known
 
 
 def publish(
@@ -136,68 +148,170 @@ def publish(
     """
     make_output_folder(out)
     folder = notebooks[0].parent
-    given = _digest_of_site(notebooks, folder, only, syllabus, repository)
-    if not again and is_unchanged(out / "index.html", given):
+    given = _digest_of_site(folder, notebooks, only, syllabus, repository)
+    if not again and _is_unchanged(out / INDEX, given):
         report("Nothing has changed since these pages were written.")
-        return Published([*(out / f"{p.stem}.html" for p in notebooks), out / "index.html"], [])
-    course = _course(notebooks, folder, only, syllabus)._replace(repository=repository)
-    _write_homework(course, folder, out)
-    # a folder of some notebooks, without an opening, has no need of a reference and a search
-    everything = course.whole and bool(course.opening.text) and {*notebooks} == {*course.lessons}
-    reference = _write_reference(out) if everything else []
-    names = None if course.whole else {path.stem for path in course.lessons}
-    ran: dict[Path, MadePage] = {}
-    failed = []
-    try:
-        for path in notebooks:
-            began = time.perf_counter()
-            page, made_from = out / f"{path.stem}.html", _digest_of_lesson(path, course)
-            if not again and is_unchanged(page, made_from):
-                ran[path] = (*parts_of_page(page.read_text(encoding="utf-8")), made_from)
-                report(f"✓ {path.stem} has not changed")
-                continue
-            try:
-                notebook = run_notebook(path, timeout=timeout)
-                seconds = time.perf_counter() - began
-                body = lesson_body(notebook, path.parent, course.homework, names)
-            except (LessonFailed, ValueError) as error:
-                if not isinstance(error, LessonFailed):
-                    error = LessonFailed(path.stem, str(error))
-                failed.append(error)
-                page.unlink(missing_ok=True)
-                report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
-            else:  # written at once: after a run that is killed, it doesn't run again
-                ran[path] = body, seconds, made_from
-                lesson = _lesson(path.stem, path)
-                _write(page, _page_of_lesson(lesson, ran[path], [lesson], course))
-                report(f"✓ {path.stem} ran in {seconds:.1f} s")
-        if ran and course.whole:
-            _write_tools(out, {*notebooks} >= {*course.lessons}, report)
-    finally:  # also after Ctrl-C: links the finished pages to each other
-        if everything:
-            shown = [path for path in course.lessons if (out / f"{path.stem}.html").exists()]
-            tasks = [homework_notebooks(folder)[number] for number in course.homework]
-            entries = [*search_entries(shown, tasks, folder), *reference]
-            _write(out / SEARCH, search_index(entries, read_terms(folder)))
-        written = _write_pages(course, out, ran)
+        return Published([*(out / f"{path.stem}.html" for path in notebooks), out / INDEX], [])
+    course = _course(notebooks, only, syllabus, repository)
+    ran: dict[str, RunLesson] = {}
+    failed: list[LessonFailed] = []
+    for path in notebooks:
+        began, name, page = time.perf_counter(), path.stem, out / f"{path.stem}.html"
+        made_from = _digest_of_lesson(path, course)
+        if not again and _is_unchanged(page, made_from):
+            ran[name] = (*parts_of_page(page.read_text(encoding="utf-8")), made_from)
+            report(f"✓ {name} has not changed")
+            continue
+        try:
+            notebook = run_notebook(path, timeout=timeout)
+            seconds = time.perf_counter() - began
+            names = None if course.whole else {*course.lessons}
+            body = lesson_body(notebook, folder, course.homework, names)
+        except (LessonFailed, ValueError) as error:
+            if not isinstance(error, LessonFailed):
+                error = LessonFailed(name, str(error))
+            failed.append(error)
+            page.unlink(missing_ok=True)
+            report(f"✗ {name} failed after {time.perf_counter() - began:.1f} s")
+        else:  # written at once: after a run that is stopped, it doesn't run again
+            ran[name] = body, seconds, made_from
+            _write(page, _page_of_lesson(name, ran[name], [*course.lessons.values()], course))
+            report(f"✓ {name} ran in {seconds:.1f} s")
+    files = _files(course, ran, out, report)
     if not failed:
-        index = out / "index.html"
-        _write(index, marked(index.read_text(encoding="utf-8"), given))
-    return Published(written, failed)
+        files[INDEX] = _marked(files[INDEX], given)
+    for address, text in files.items():
+        _write(out / address, text)
+    return Published([*(out / f"{name}.html" for name in ran), out / INDEX], failed)
+
+
+def _course(
+    notebooks: Sequence[Path], only: bool, syllabus: Syllabus | None, repository: Repository | None
+) -> Course:
+    folder, lessons = notebooks[0].parent, {}
+    for path in notebooks if only else select_lessons(folder):
+        if syllabus is None or path.stem in syllabus.lessons:
+            with suppress(LessonFailed, ValueError):  # which are reported when it runs
+                lessons[path.stem] = Lesson.read(path, path.stem)
+    tasks = homework_notebooks(folder)
+    wanted = {*tasks} if syllabus is None else syllabus.homework
+    if only:
+        wanted = {number for lesson in lessons.values() for number in lesson.homework}
+    homework = {n: Lesson.read(p, p.parent.name) for n, p in tasks.items() if n in wanted}
+    opening = read_opening(folder) if syllabus is None else NONE
+    whole = not only and syllabus is None
+    return Course(folder, lessons, homework, whole, opening, syllabus, repository)
+
+
+def _page_of_lesson(name: str, ran: RunLesson, lessons: Sequence[Lesson], course: Course) -> str:
+    body, seconds, made_from = ran
+    html = lesson_page(course.lessons[name], body, seconds, lessons, course.repository)
+    return _marked(html, made_from)
+
+
+def _files(
+    course: Course, ran: Mapping[str, RunLesson], out: Path, report: Callable[[str], None]
+) -> dict[str, str]:
+    """Return the files of the site by their path: all but the pages of earlier runs.
+
+    The index, which is the last, lists all lessons of the course that have a page.
+    """
+    shown = [one for name, one in course.lessons.items() if (out / f"{name}.html").exists()]
+    files = {f"{name}.html": _page_of_lesson(name, one, shown, course) for name, one in ran.items()}
+    texts = {
+        name: files.get(f"{name}.html") or (out / f"{name}.html").read_text(encoding="utf-8")
+        for name in (one.name for one in shown)
+    }
+    for task in course.homework.values():
+        body = homework_body(task.path)
+        files[f"{task.name}.html"] = course_page(task.title, body, homework=True)
+    terms, more = read_terms(course.folder), list[Page]()
+    if course.whole:
+        files |= _tools(out, report)
+        known = [one.address for one in (*shown, *course.homework.values())]
+        pages = [*known, *[GLOSSARY.address] * bool(terms)]
+        more = course_pages(course.folder.parent, pages, course.repository)
+        files |= {page.address: course_page(page.title, page.body) for page in more}
+    if search := course.whole and bool(course.opening):  # other notebooks need none
+        with needs_extra("The reference"):  # pdoc imports the whole package, which takes seconds
+            from parallel101.laboratory.publish.reference import make_reference
+
+        reference, names = make_reference()
+        names = [*search_entries(shown, course.homework.values(), terms, more), *names]
+        files |= reference | {SEARCH: search_index(names, terms)}
+        more = [REFERENCE, *more]
+    if not course.whole:  # the terms that its pages link to
+        links = re.findall(
+            rf'"{GLOSSARY.address}#([^"]+)"', "".join([*texts.values(), *files.values()])
+        )
+        terms = [term for term in terms if term.anchor in links]
+    if terms:
+        files[GLOSSARY.address] = course_page(GLOSSARY.title, "", terms=terms)
+        more = [GLOSSARY, *more]
+    files[INDEX] = index_page(
+        shown,
+        {name: cover_of(text) for name, text in texts.items()},
+        course.homework,
+        course.opening,
+        course.syllabus,
+        [tool.PAGE for tool in TOOLS] if course.whole else (),
+        more,
+        course.repository,
+        search,
+    )
+    return files
+
+
+def _tools(out: Path, report: Callable[[str], None]) -> dict[str, str]:
+    """Return the pages that play without Python; the atlas only if its runs have changed."""
+    files: dict[str, str] = {}
+    for tool in TOOLS:
+        began, page = time.perf_counter(), tool.PAGE
+        made_from = _digest([], _digest_of_package(*ATLAS), machine())
+        if tool is collectives_atlas_page and _is_unchanged(out / page.address, made_from):
+            report(f"✓ {page.title} has not changed")
+            continue
+        made = tool.files()
+        files |= made | {page.address: _marked(made[page.address], made_from)}
+        report(f"✓ {page.title} took {time.perf_counter() - began:.1f} s")
+    return files
+
+
+def search_entries(
+    lessons: Iterable[Lesson],
+    homework: Iterable[Lesson],
+    terms: Sequence[Term],
+    pages: Sequence[Page],
+) -> list[SearchEntry]:
+    """Return what the search finds, except for the reference.
+
+    These are the sections of notebooks and of the pages around them, terms, and tools.
+    """
+    entries: list[SearchEntry] = []
+    for kind, notebooks in (("Lesson", lessons), ("Homework", homework)):
+        for one in notebooks:
+            entries += notebook_entries(kind, one, read_notebook(one.path))
+    entries += glossary_entries(terms)
+    for page in pages:
+        entries += page_entries(page)
+    tools = (tool.PAGE for tool in TOOLS)
+    return [
+        *entries,
+        *(SearchEntry("Tool", p.title, p.address, p.text, also=p.also) for p in tools),
+    ]
+
+
+# ---- what has changed ----
 
 
 def _digest_of_lesson(path: Path, course: Course) -> str:
-    """Return the digest of what a lesson's page is made from.
-
-    That is the package, the notebook and the files beside it.
-    """
+    """Return the digest of what a lesson's page is made from."""
     beside = [file for file in path.parent.iterdir() if file.is_file() and file.suffix != ".ipynb"]
-    names = [lesson.stem for lesson in course.lessons]
-    facts = course.homework, course.whole or names, machine()
-    return digest([path, *beside], digest_of_package(), facts)
+    linked = [task.address for task in course.homework.values()], course.whole or [*course.lessons]
+    return _digest([path, *beside], _digest_of_package(), linked, machine())
 
 
-def _digest_of_site(notebooks: Sequence[Path], folder: Path, *facts: object) -> str:
+def _digest_of_site(folder: Path, *facts: object) -> str:
     """Return the digest of what the whole site is made from.
 
     That includes the homework and the pages around the lessons.
@@ -207,181 +321,48 @@ def _digest_of_site(notebooks: Sequence[Path], folder: Path, *facts: object) -> 
     left = {"__pycache__", "pictures"}  # by a run, or by a learner
     files = [f for f in files if not left & {*f.parts} and not f.name.startswith(".")]
     citation = [file for file in (folder.parent / CITATION,) if file.exists()]
-    return digest([*files, *citation], digest_of_package(), notebooks, facts, machine())
-
-
-def _course(
-    notebooks: Sequence[Path], folder: Path, only: bool, syllabus: Syllabus | None
-) -> Course:
-    found = homework_notebooks(folder)
-    lessons, wanted = select_lessons(folder), set(found)
-    if syllabus is not None:
-        lessons = [path for path in lessons if path.stem in syllabus.lessons]
-        wanted = syllabus.homework
-    elif only:
-        lessons, wanted = list(notebooks), set()
-        for path in lessons:
-            with suppress(LessonFailed):  # it is reported when it runs
-                wanted |= {*_lesson(path.stem, path).homework}
-    chosen = {number: path for number, path in found.items() if number in wanted}
-    homework = {number: _lesson(path.parent.name, path) for number, path in chosen.items()}
-    whole = not only and syllabus is None
-    return Course(lessons, homework, whole, read_opening(folder), syllabus)
-
-
-def _lesson(name: str, path: Path) -> Lesson:
-    """Return what the index says of a notebook. Raises LessonFailed if it isn't one."""
-    return _read_lesson(name, path, path.stat().st_mtime_ns)
+    return _digest([*files, *citation], _digest_of_package(), facts, machine())
 
 
 @cache
-def _read_lesson(name: str, path: Path, changed: int) -> Lesson:
-    return Lesson.of(name, read_notebook(path))
+def _digest_of_package(*parts: str) -> str:
+    """Return the digest of this package, or of these files and folders of it.
 
-
-def _page_of_lesson(
-    lesson: Lesson, made: MadePage, lessons: Sequence[Lesson], course: Course
-) -> str:
-    body, seconds, made_from = made
-    return marked(lesson_page(lesson, body, seconds, lessons, course.repository), made_from)
-
-
-def _write_pages(course: Course, out: Path, ran: Mapping[Path, MadePage]) -> list[Path]:
-    """Write the pages of the lessons that ran, the glossary and the index; return the paths.
-
-    The index lists all lessons of the course that have a page.
+    The files of the interpreter and of a wheel don't count.
     """
-    lessons = {}
-    for path in course.lessons:
-        if path in ran or (out / f"{path.stem}.html").exists():
-            # a notebook that did not run now and that has become unreadable
-            with suppress(LessonFailed):
-                lessons[path] = _lesson(path.stem, path)
-    for path, body in ran.items():
-        html = _page_of_lesson(lessons[path], body, [*lessons.values()], course)
-        _write(out / f"{path.stem}.html", html)
-    shown = {path.stem: (out / f"{path.stem}.html").read_text(encoding="utf-8") for path in lessons}
-    glossary = _write_glossary(course, out, [*shown.values()])
-    covers = {name: cover_of(page) for name, page in shown.items()}
-    opening = course.opening if course.syllabus is None else Opening()
-    around: list[CoursePage | ListedPage] = []
-    tools: list[ToolPage] = []
-    if course.whole:  # with the pages around the lessons, and what has been made of the others
-        known = [page_name(lesson) for lesson in (*lessons.values(), *course.homework.values())]
-        root = course.lessons[0].parent.parent
-        made = course_pages(root, [*known, *[PAGE] * glossary], course.repository)
-        for page in made:
-            _write(out / page.address, course_page(page.title, page.body))
-        around = [REFERENCE] * (out / REFERENCE.address).exists() + made
-        tools = [tool for tool in TOOL_PAGES if (out / tool.address).exists()]
-    index = index_page(
-        [*lessons.values()],
-        covers,
-        course.homework,
-        glossary,
-        opening,
-        covers.get(opening.picture),
-        course.syllabus,
-        tools,
-        around,
-        course.repository,
-        (out / SEARCH).exists() and course.whole,
-    )
-    _write(out / "index.html", index)
-    return [*(out / f"{path.stem}.html" for path in ran), out / "index.html"]
+    places = [ROOT / part for part in parts] or [ROOT]
+    files = (path for place in places for path in (place, *place.rglob("*")) if path.is_file())
+    other = {"__pycache__", "notebooks"}
+    return _digest(path for path in files if not other & {*path.relative_to(ROOT).parts})
 
 
-def _write_glossary(course: Course, out: Path, lessons: Sequence[str]) -> bool:
-    """Write the glossary, and return whether there is one.
-
-    In a course of some lessons it has the terms that they and the homework link to.
-    """
-    terms = read_terms(course.lessons[0].parent)
-    if not course.whole:
-        tasks = [out / f"{task.name}.html" for task in course.homework.values()]
-        pages = "".join([*lessons, *(page.read_text(encoding="utf-8") for page in tasks)])
-        links = re.findall(rf'"{re.escape(PAGE)}#([^"]+)"', pages)
-        terms = [term for term in terms if term.anchor in links]
-    if terms:
-        _write(out / PAGE, course_page("Glossary", "", terms=terms))
-    return bool(terms)
+def _digest(files: Iterable[Path], *facts: object) -> str:
+    """Return a digest of files, by name and content, and of what else a page depends on."""
+    found = hashlib.sha256(repr(facts).encode())
+    for path in sorted({*files}):
+        found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
-def _write_tools(out: Path, anew: bool, report: Callable[[str], None]) -> None:
-    """Write the pages that play without Python, unless they are made from the same files.
-
-    If not `anew`, a page that is there stays.
-    """
-    beside = Path(__file__).parent.rglob("*")
-    frame = [file for file in beside if file.suffix in (".css", ".jinja2")]
-    for tool in TOOL_PAGES:
-        if (out / tool.address).exists() and not anew:
-            continue
-        made_from = digest([*files_of_module(tool.module.__name__), *frame], machine())
-        if is_unchanged(out / tool.address, made_from):
-            report(f"✓ {tool.title} has not changed")
-            continue
-        began = time.perf_counter()
-        body, files = tool.make()
-        for path, text in files.items():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            _write(out / path, text)
-        html = offline_html(tool.title, body, scripts_beside=bool(files))
-        _write(out / tool.address, marked(html, made_from))
-        report(f"✓ {tool.title} took {time.perf_counter() - began:.1f} s")
+def _marked(html: str, made_from: str) -> str:
+    """Return a page that says from what it was made."""
+    return html.replace("</body>", f"<!-- made from {made_from} -->\n</body>")
 
 
-def _write_homework(course: Course, folder: Path, out: Path) -> None:
-    """Write a page for each homework of the course, unless it is made from the same files."""
-    found = homework_notebooks(folder)
-    for number, homework in course.homework.items():
-        path = found[number]
-        page = out / f"{homework.name}.html"
-        beside = (file for file in path.parent.iterdir() if file.is_file())
-        made_from = digest(beside, digest_of_package())
-        if not is_unchanged(page, made_from):
-            html = course_page(homework.title, homework_body(path), homework=True)
-            _write(page, marked(html, made_from))
+def _is_unchanged(page: Path, made_from: str) -> bool:
+    """Return whether there is such a page, made from the same files."""
+    if not page.exists():
+        return False
+    said = re.search(r"<!-- made from (\w+) -->\s*</body>", page.read_text(encoding="utf-8")[-200:])
+    return said is not None and said[1] == made_from
 
 
-def _write_reference(out: Path) -> list[SearchEntry]:
-    """Write the reference, and return its names for the search."""
-    with needs_extra("The reference"):  # pdoc imports the whole package, which takes seconds
-        from parallel101.laboratory.publish.reference import make_reference
-
-    reference = make_reference()
-    for address, html in reference.pages.items():
-        (out / address).parent.mkdir(parents=True, exist_ok=True)
-        _write(out / address, html)
-    return reference.names
-
-
-def search_entries(
-    lessons: Sequence[Path], homework: Sequence[Path], folder: Path
-) -> list[SearchEntry]:
-    """Return what the search finds, except for the reference: these notebooks and the other pages.
-
-    `folder`: that of the lessons, which also has the glossary.
-    """
-    entries: list[SearchEntry] = []
-    for kind, paths in (("Lesson", lessons), ("Homework", homework)):
-        for path in paths:
-            name = path.stem if kind == "Lesson" else path.parent.name
-            with suppress(LessonFailed):
-                notebook = read_notebook(path)
-                entries += notebook_entries(kind, Lesson.of(name, notebook), notebook)
-    entries += glossary_entries(read_terms(folder))
-    for page in course_pages(folder.parent):
-        entries += page_entries(page)
-    tools = (SearchEntry("Tool", t.title, t.address, t.text, also=t.also) for t in TOOL_PAGES)
-    return [*entries, *tools]
-
-
-def _write(page: Path, html: str) -> None:
-    """Write the whole page or nothing: if the disk is full, the old page stays."""
+def _write(page: Path, text: str) -> None:
+    """Write the whole file or nothing: if the disk is full, the old one stays."""
+    page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f"{page.name}.part")
     try:
-        partial.write_text(html, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, page)
     except OSError as error:
         # an error of write() itself does not name the file

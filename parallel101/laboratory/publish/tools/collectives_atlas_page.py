@@ -17,11 +17,11 @@ import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from markupsafe import Markup
 from tqdm import tqdm
 
+from parallel101.laboratory.publish.offline_page import Page, offline_html
 from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
@@ -42,29 +42,28 @@ from parallel101.laboratory.record.units import human_bytes, human_seconds
 from parallel101.laboratory.viz.collective_run import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from parallel101.laboratory.viz.scene import PLAYER, PLAYER_CSS, Scene, script_json
 
-ADDRESS, TITLE = "atlas_of_collectives.html", "Atlas of collectives"
+PAGE = Page(
+    "atlas_of_collectives.html",
+    "Atlas of collectives",
+    "Play recorded runs of all collectives and algorithms, two side by side.",
+    "watch animation compare",
+    "Play with an all-reduce",
+)
 FOLDER = "atlas"
 START = Choice("all_reduce", "ring", 8, "switch")
 BESIDE = "recursive_doubling"  # the algorithm beside it when the page opens
 Facts = dict[str, dict[str, dict[str, RecordedRun]]]  # by operation, algorithm, and ranks,network
 
 
-class Atlas(NamedTuple):
-    """The page of the atlas and the files beside it."""
-
-    page: str  # its body
-    records: dict[str, str]  # by the path of the file, from the page
-
-
-def collectives_atlas(chosen: Sequence[Choice] | None = None) -> Atlas:
-    """Record these runs, and return the page and the files beside it.
+def files(chosen: Sequence[Choice] | None = None) -> dict[str, str]:
+    """Record these runs, and return the page and the scripts with their pictures.
 
     By default all of them, which takes half a minute.
     """
     facts: Facts = {}
-    records = {}
+    scripts = {}
     choices = list(chosen or all_choices())
-    with tqdm(total=len(choices), desc=TITLE, unit="run", leave=False, disable=None) as bar:
+    with tqdm(total=len(choices), desc=PAGE.title, unit="run", leave=False, disable=None) as bar:
         for (operation, algorithm), runs in groupby(choices, lambda choice: choice[:2]):
             pictures, found = {}, {}
             for choice in runs:
@@ -72,8 +71,9 @@ def collectives_atlas(chosen: Sequence[Choice] | None = None) -> Atlas:
                 bar.update()
             facts.setdefault(operation, {})[algorithm] = found
             name = f"{operation}.{algorithm}"
-            records[f"{FOLDER}/{name}.js"] = record_script(name, pictures)
-    return Atlas(collectives_atlas_page(facts), records)
+            scripts[f"{FOLDER}/{name}.js"] = record_script(name, pictures)
+    html = offline_html(PAGE.title, collectives_atlas_page(facts), scripts_beside=True)
+    return {**scripts, PAGE.address: html}
 
 
 def record_script(name: str, pictures: Mapping[str, Scene]) -> str:
@@ -102,7 +102,7 @@ def collectives_atlas_page(facts: Facts) -> str:
     }
     return render(
         "collectives_atlas",
-        title=TITLE,
+        title=PAGE.title,
         given=given,
         ranks=RANKS,
         chosen=chosen_words(START),

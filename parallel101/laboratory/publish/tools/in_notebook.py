@@ -31,8 +31,8 @@ class ToolFrame:
     """A page that plays, with some settings, as the output of a notebook's cell."""
 
     def __init__(self, tool: Any, body: str, settings: Mapping[str, object], predict: str | None):
-        self.title, self.body, self.predict = tool.TITLE, body, predict
-        self.address = f"{tool.ADDRESS}#{urlencode(settings)}"
+        self.title, self.body, self.predict = tool.PAGE.title, body, predict
+        self.address = f"{tool.PAGE.address}#{urlencode(settings)}"
 
     def __repr__(self) -> str:
         return f"<{self.title} {self.address}>"

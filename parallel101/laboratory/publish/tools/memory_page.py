@@ -25,10 +25,17 @@ from parallel101.cost.step_memory import MASTER, MOMENT, PARTS, step_memory
 from parallel101.cost.update_seconds import BUCKET
 from parallel101.laboratory.planner.known_models import KNOWN_MODELS
 from parallel101.laboratory.planner.layout_rules import CHOICES
-from parallel101.laboratory.publish.templates import file_text, render
+from parallel101.laboratory.publish.offline_page import Page, file_text, offline_html
+from parallel101.laboratory.publish.templates import render
 from parallel101.laboratory.record.units import decimal_bytes
 
-ADDRESS, TITLE = "does_it_fit.html", "Does it fit?"
+PAGE = Page(
+    "does_it_fit.html",
+    "Does it fit?",
+    "Choose a model, GPUs and a layout, and see what fills the memory of each GPU.",
+    "how much GPU memory do I need, out of memory, OOM, calculator, does my model fit",
+    "Does my model fit?",
+)
 # what the page opens with: a small model on the GPUs of one node
 START = "llama-3-8b", "H100", ParallelLayout(dp=8, microbatches=4)
 # a model of the reader's own numbers begins as the smallest GPT-2, which has tied weights
@@ -83,6 +90,11 @@ RULES = f"const GIVEN = {json.dumps(GIVEN, separators=(',', ':'))};\n" + "".join
 )
 
 
+def files() -> dict[str, str]:
+    """Return the page, by its path."""
+    return {PAGE.address: offline_html(PAGE.title, memory_page())}
+
+
 @cache
 def memory_page() -> str:
     """Return the body of the page."""
@@ -91,7 +103,7 @@ def memory_page() -> str:
     schedules = zip(CHOICES["schedule"], ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-H2"))
     return render(
         "memory_page",
-        title=TITLE,
+        title=PAGE.title,
         model=model,
         gpu=gpu,
         layout=layout,

@@ -11,21 +11,22 @@ with the small array has all its numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from parallel101 import collectives
 from parallel101.laboratory.analysis.critical_path import critical_path
 from parallel101.laboratory.analysis.provenance import origin_tensor
 from parallel101.laboratory.record.trace import Trace, collector_paused
-from parallel101.laboratory.sim.network import Network
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.collective_run import (
     BLOCKS,
+    INSIDE_BANDWIDTH,
+    INSIDE_LATENCY,
     enlarged,
     links,
     program,
@@ -105,48 +106,20 @@ def mesh_shape(algorithm: str, ranks: int) -> tuple[int, int]:
     return (2, ranks // 2) if algorithm == "two_level" else torus_shape(ranks)
 
 
-def fits(choice: Choice) -> bool:
-    """Return whether there is such a run.
-
-    A grid needs two axes, and 64 ranks are on a switch only.
-    """
-    grid = torus_shape(choice.ranks)[0] > 1
-    on_a_mesh = choice.algorithm in collectives.ON_A_MESH.get(choice.operation, {})
-    if choice.ranks > MOST_ON_ALL_NETWORKS and choice.network != "switch":
-        return False
-    return grid or not (on_a_mesh or choice.network == "torus")
-
-
 def all_choices() -> list[Choice]:
-    """Return every run there is."""
-    every = (
-        Choice(operation, algorithm, ranks, network)
-        for operation in OPERATIONS
-        for algorithm in algorithms(operation)
-        for ranks in RANKS
-        for network in NETWORKS
-    )
-    return [choice for choice in every if fits(choice)]
+    """Return every run there is.
 
-
-def network_of(choice: Choice, each: int = 1, counted: bool = False) -> Network:
-    """Return the links between the ranks, where a byte that is sent counts as `each` bytes.
-
-    counted: all messages take 1, of any size.
+    An algorithm on a mesh, and a torus, need ranks that make a grid of two axes. Many ranks are on
+    a switch only.
     """
-    where = choice.network.replace("_", " "), choice.ranks
-    if counted:
-        return links(*where, *COUNTED, inside=COUNTED)
-    return links(*where, LATENCY, BANDWIDTH, each=each)
-
-
-def program_of(choice: Choice, nbytes: int) -> Callable[[Tensor], Any]:
-    """Return the function that every rank calls with its tensor. `nbytes`: of the whole array."""
-    operation, algorithm, ranks, _ = choice
-    chain = nbytes // choice.segments if choice.segments > 1 else None
-    on_a_mesh = algorithm in collectives.ON_A_MESH.get(operation, {})
-    mesh = mesh_shape(algorithm, ranks) if on_a_mesh else None
-    return program(operation, algorithm, segment_bytes=chain, mesh=mesh)
+    found = []
+    for operation in OPERATIONS:
+        for algorithm, ranks, network in product(algorithms(operation), RANKS, NETWORKS):
+            grid = network == "torus" or algorithm in collectives.ON_A_MESH.get(operation, {})
+            too_many = ranks > MOST_ON_ALL_NETWORKS and network != "switch"
+            if not too_many and not (grid and torus_shape(ranks)[0] == 1):
+                found.append(Choice(operation, algorithm, ranks, network))
+    return found
 
 
 def numbers_of(choice: Choice, nbytes: int) -> int:
@@ -159,16 +132,16 @@ def numbers_of(choice: Choice, nbytes: int) -> int:
 @collector_paused()
 def record(choice: Choice) -> tuple[RecordedRun, Scene]:
     """Run it with both arrays, and draw the run with the large one."""
-    small, _ = run(choice, network_of(choice), SMALL)
+    small, _ = run(choice, SMALL)
     # a block has so many numbers: a torus cuts it into 4 parts, a chain the array into segments
     in_block = 8 if choice.segments > 1 else 4
     nbytes = choice.ranks * in_block * ELEMENT
     each = 1 if choice.operation == "barrier" else LARGE // nbytes
     drawn = choice.ranks <= MOST_DRAWN
-    trace, results = run(choice, network_of(choice, each), nbytes, drawn)
+    trace, results = run(choice, nbytes, each, drawn)
     steps = critical_path(trace).messages
     if choice.network != "switch":  # where messages wait for links, another clock counts
-        steps = round(run(choice, network_of(choice, counted=True), nbytes)[0].makespan)
+        steps = round(run(choice, nbytes, counted=True)[0].makespan)
     trace = enlarged(trace, each)
     watched = (numbers_of(choice, nbytes),) if drawn else None
     scene = collective_scene(trace, results, title=choice.title, watched=watched, summary=not drawn)
@@ -177,24 +150,37 @@ def record(choice: Choice) -> tuple[RecordedRun, Scene]:
 
 
 def run(
-    choice: Choice, network: Network, nbytes: int, watched: bool = False
+    choice: Choice, nbytes: int, each: int = 1, watched: bool = False, counted: bool = False
 ) -> tuple[Trace, list[Any] | None]:
     """Run it on virtual ranks of this process; return the record and what each rank returned.
 
     Args:
         nbytes: of the whole array.
+        each: as how many bytes a byte counts that is sent.
         watched: whether the record has the values, which then show their origin.
+        counted: whether all messages take 1, of any size.
     """
-    numbers, call = numbers_of(choice, nbytes), program_of(choice, nbytes)
+    operation, algorithm, ranks, network = choice
+    speed = COUNTED if counted else (LATENCY, BANDWIDTH)
+    inside = COUNTED if counted else (INSIDE_LATENCY, INSIDE_BANDWIDTH)
+    on_a_mesh = algorithm in collectives.ON_A_MESH.get(operation, {})
+    call = program(
+        operation,
+        algorithm,
+        segment_bytes=nbytes // choice.segments if choice.segments > 1 else None,
+        mesh=mesh_shape(algorithm, ranks) if on_a_mesh else None,
+    )
+    numbers = numbers_of(choice, nbytes)
 
     def rank_main(rank: int) -> Any:
         if not watched:
             call(torch.ones(numbers, dtype=torch.int64))
             return None
-        return call(origin_tensor(rank, choice.ranks, numbers, torch.int64))
+        return call(origin_tensor(rank, ranks, numbers, torch.int64))
 
-    ran = simulate(rank_main, choice.ranks, network, payload_bytes=nbytes if watched else 0)
+    on = links(network.replace("_", " "), ranks, *speed, each=each, inside=inside)
+    ran = simulate(rank_main, ranks, on, payload_bytes=nbytes if watched else 0)
     if ran.error is not None:
         raise ran.error
-    trace = Trace.from_rows(ran.events, choice.ranks, "sim")
+    trace = Trace.from_rows(ran.events, ranks, "sim")
     return trace, ran.results if watched else None

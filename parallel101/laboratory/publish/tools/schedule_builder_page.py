@@ -10,14 +10,20 @@ a script, with the score of three ranks and six microbatches, is written here.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
 
-from parallel101.laboratory.publish.templates import file_text, render
+from parallel101.laboratory.publish.offline_page import Page, file_text, offline_html
+from parallel101.laboratory.publish.templates import render
 from parallel101.trainers.schedules.actions import ScheduleError
 from parallel101.trainers.schedules.schedule import Schedule, schedule
 
-ADDRESS, TITLE = "build_a_schedule.html", "Build a schedule"
+PAGE = Page(
+    "build_a_schedule.html",
+    "Build a schedule",
+    "Order the work of a pipeline by hand, and compare your schedule with published ones.",
+    "pipeline schedules zero bubble editor",
+)
 RANKS, MICROBATCHES = range(2, 5), range(1, 9)
 START = 3, 6  # ranks and microbatches when the page opens
 CHUNKS = {"interleaved": 2}  # stages on a rank; the others have one
@@ -31,39 +37,37 @@ NAMES = {
 RULES = file_text("tools/schedule_rules.js")
 
 
-class ScheduleScore(NamedTuple):
-    """The figures that the page compares.
-
-    A rank's share of a microbatch takes 1 for each of F, I and W.
-    """
-
-    step: float  # from the first start to the last end
-    idle: float  # of a rank, on average
-    bubble_rate: float
-    held: float  # microbatches whose activations the fullest rank holds
-
-
 def published(ranks: int, microbatches: int) -> dict[str, Schedule]:
     """Return the published schedules that exist for these numbers, by name."""
     found = {}
     for name in NAMES:
-        try:
-            found[name] = schedule(
-                name, stages=ranks, microbatches=microbatches, chunks=CHUNKS.get(name, 1)
-            )
-            found[name].check("nccl")
-        except ScheduleError:  # interleaved needs a multiple of the ranks
-            found.pop(name, None)
+        with suppress(ScheduleError):  # interleaved needs a multiple of the ranks
+            chunks = CHUNKS.get(name, 1)
+            made = schedule(name, stages=ranks, microbatches=microbatches, chunks=chunks)
+            made.check("nccl")
+            found[name] = made
     return found
 
 
-def score(made: Schedule, chunks: int) -> ScheduleScore:
-    """Return the score of a schedule whose ranks have so many stages each."""
+def score(made: Schedule, chunks: int) -> dict[str, float]:
+    """Return the figures that the page compares, of a schedule whose ranks have so many stages.
+
+    A rank's share of a microbatch takes 1 for each of F, I and W.
+    """
     times = made.time(1 / chunks, 1 / chunks, 1 / chunks)
     work = sum(slot.end - slot.start for slot in times.slots) / len(made.ranks)
     rate = times.bubble_rate
-    held = max(times.peak_activations) / chunks
-    return ScheduleScore(times.makespan, work * rate / (1 - rate), rate, held)
+    return {
+        "step": times.makespan,  # from the first start to the last end
+        "idle": work * rate / (1 - rate),  # of a rank, on average
+        "bubble_rate": rate,
+        "held": max(times.peak_activations) / chunks,  # microbatches, on the fullest rank
+    }
+
+
+def files() -> dict[str, str]:
+    """Return the page, by its path."""
+    return {PAGE.address: offline_html(PAGE.title, schedule_builder_page())}
 
 
 @cache
@@ -79,7 +83,7 @@ def schedule_builder_page() -> str:
     }
     return render(
         "schedule_builder",
-        title=TITLE,
+        title=PAGE.title,
         ranks=RANKS,
         microbatches=MICROBATCHES,
         start=START,

@@ -1,0 +1,235 @@
+"""Which pages a site has, of all lessons, of some, or of a syllabus, and what is written anew."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from parallel101 import cli
+from parallel101.laboratory.publish import course_pages, write_site
+from parallel101.laboratory.publish.find import Repository, select_lessons
+from parallel101.laboratory.publish.reference import ADDRESS
+from parallel101.laboratory.publish.search_index import SearchEntry
+from parallel101.laboratory.publish.syllabus import read_syllabus
+from parallel101.laboratory.publish.tools import TOOLS
+from parallel101.laboratory.publish.write_site import ATLAS, ROOT, publish
+from tests.lessons.lesson import LESSONS
+from tests.project.test_arrows import MODULES, parsed
+from tests.publish.conftest import notebook, read
+
+TOOL_PAGES = [tool.PAGE.address for tool in TOOLS]
+NAMES = ["00_ranks", "01_costs", "05_sharding"]
+HOMEWORK = {"hw1_topic", "hw2_topic", "hw5_topic"}
+
+
+def test_a_whole_course_has_everything_and_an_atlas_that_has_not_changed_is_kept(course):
+    everything = {"index", "glossary", *HOMEWORK, *NAMES}
+    assert course.build() == everything | {page.removesuffix(".html") for page in TOOL_PAGES}
+    assert [link["href"] for link in course.page("index").select(".tools a")] == TOOL_PAGES
+    assert [path.name for path in course.out.glob("atlas/*.js")] == ["broadcast.flat.js"]
+    made_from = (course.out / TOOL_PAGES[0]).read_text()[-60:]
+    (course.out / TOOL_PAGES[0]).write_text(f"kept{made_from}")
+    course.build("00")  # one lesson of it again
+    assert (course.out / TOOL_PAGES[0]).read_text().startswith("kept") and course.ran == NAMES[:1]
+
+
+def test_only_what_was_asked_for_is_written(course, no_tools):
+    assert course.build("--only", "01") == {"index", "01_costs", "hw2_topic"}
+    assert [h2.get_text() for h2 in course.page("index").select(".lessons h2")] == ["01 Costs"]
+    pages = course.build("--only", "00,01")
+    assert pages == {"index", "00_ranks", "01_costs", "hw1_topic", "hw2_topic", "glossary"}
+    links = [a["href"] for a in course.page("index").main.find_all("a")]
+    of_lessons = ["00_ranks", "hw1_topic", "hw2_topic", "01_costs", "hw2_topic"]
+    assert links == [f"{page}.html" for page in (*of_lessons, "hw1_topic", "hw2_topic", "glossary")]
+    # a link out of the course is text, and the glossary has the terms that are used
+    assert "Go on with sharding or costs." in " ".join(course.page("00_ranks").main.text.split())
+    assert course.page("00_ranks").find("a", rel="next")["href"] == "01_costs.html"
+    assert [dt.get_text() for dt in course.page("glossary").select("dt")] == ["rank"]
+    assert "make homework" in course.page("hw1_topic").get_text()
+    # without --only, the index also has the pages of earlier runs
+    (course.out / "05_sharding.html").write_text("of an earlier run")
+    publish(select_lessons(course.lessons, ["01"]), course.out, report=lambda _: None)
+    assert len(course.page("index").select(".lessons li")) == 3
+
+
+def test_a_course_with_an_opening_has_a_reference_and_a_search(course, no_tools, monkeypatch):
+    names = [SearchEntry("Reference", "launch", f"{ADDRESS}#launch", "Run a function.")]
+    made = {ADDRESS: "<h1>Reference</h1><p id='launch'>"}, names
+    monkeypatch.setattr(f"{write_site.__package__}.reference.make_reference", lambda: made)
+    opening = {"opening": "Why to start.", "picture": "", "routes": []}
+    monkeypatch.setattr(write_site, "read_opening", lambda folder: opening)
+    course.build()
+    assert "launch" in (course.out / ADDRESS).read_text()
+    index = course.page("index")
+    assert index.select_one(f'.more a[href="{ADDRESS}"]')
+    assert index.select_one("form.search")["data-index"] == "search_index.js"
+    addresses = [entry[3] for entry in course.search()]
+    found = {"00_ranks.html", "hw2_topic.html", "glossary.html#shard", f"{ADDRESS}#launch"}
+    assert found <= {*addresses}
+    assert all((course.out / address.partition("#")[0]).exists() for address in addresses)
+
+
+def test_the_lessons_site_has_the_pages_around_them_in_its_index(tmp_path, no_tools, monkeypatch):
+    monkeypatch.setattr(
+        write_site, "run_notebook", lambda path, **_: write_site.read_notebook(path)
+    )
+    monkeypatch.setattr(course_pages, "raised", lambda program: "an error")
+    monkeypatch.setattr(write_site, "homework_body", lambda path: "")
+    made = {ADDRESS: ""}, []
+    monkeypatch.setattr(f"{write_site.__package__}.reference.make_reference", lambda: made)
+    repository = Repository("owner/name")
+    publish(select_lessons(LESSONS, ["00"]), tmp_path, repository=repository, report=lambda _: None)
+    index = read(tmp_path / "index.html")
+    listed = {a["href"] for a in index.select(".pages a")}
+    there = {"glossary", "errors_explained", "teach_with_it", "cite", "hw9_thousand_gpus"}
+    assert {f"{page}.html" for page in there} | {ADDRESS} <= listed
+    assert all((tmp_path / page).exists() for page in listed)
+    jumps = [a["href"] for a in index.select("nav a[href^='#']")]
+    assert jumps == ["#lessons", "#homework"]
+    assert all(index.find(id=jump[1:]) is not None for jump in jumps)
+    assert index.footer.a["href"] == repository.address
+    colab = read(tmp_path / "00_ranks.html").find("a", string="Open in Colab")["href"]
+    assert colab == repository.in_colab("lessons/00_ranks.ipynb")
+
+
+def test_only_what_has_changed_runs_again(course, no_tools):
+    course.build()
+    assert course.ran == NAMES
+    first = (course.out / "00_ranks.html").read_text(encoding="utf-8")
+    course.build()
+    assert course.ran == []
+    notebook(course.lessons / "01_costs.ipynb", "# Other words", "2")
+    course.build()
+    assert course.ran == ["01_costs"]
+    again = (course.out / "00_ranks.html").read_text(encoding="utf-8")
+    assert again == first.replace("Costs →", "Other words →")  # the link to the next lesson
+    (course.lessons / "glossary.md").write_text("# Glossary\n\n## words\nWhat is read.\n")
+    course.build()
+    assert course.ran == NAMES
+    course.build("01")
+    assert course.ran == ["01_costs"]  # what is named runs in any case
+    (course.out / "00_ranks.html").unlink()
+    course.build()
+    assert course.ran == ["00_ranks"]
+
+
+def test_the_atlas_depends_on_what_it_imports_and_not_on_trainers():
+    todo, found = ["publish.tools.collectives_atlas_page"], set()
+    while todo:
+        if (name := todo.pop()) not in found and name in MODULES:
+            found.add(name)
+            todo += parsed(MODULES[name]).at_once | parsed(MODULES[name]).when_called
+    files = {MODULES[name].relative_to(ROOT).as_posix() for name in found}
+    assert {"collectives/all_reduce.py", "laboratory/sim/network.py"} <= files
+    others = {file for file in files if not file.startswith(ATLAS)}
+    assert others <= {"extras.py", "laboratory/__init__.py"}  # no run depends on these
+    assert not any("trainers" in part or "planner" in part for part in ATLAS)
+
+
+def test_on_a_full_disk_the_page_is_named_and_its_old_content_is_kept(
+    tmp_path, monkeypatch, capsys
+):
+    page = tmp_path / "site" / "index.html"
+    page.parent.mkdir()
+    page.write_text("a page of an earlier run")
+    (tmp_path / "00_torn.ipynb").write_text("no notebook")
+
+    def half(self, text, encoding):
+        self.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(write_site, "TOOLS", ())
+    monkeypatch.setattr(Path, "write_text", half)
+    assert cli.main(["lessons", "--lessons", str(tmp_path), "--out", str(page.parent)]) == 1
+    assert capsys.readouterr().err == f"parallel101: cannot write {page}: No space left on device\n"
+    assert {file.name: file.read_text() for file in page.parent.iterdir()} == {
+        "index.html": "a page of an earlier run"
+    }
+
+
+SYLLABUS = """
+title = "Parallel training & more"
+text = "Tuesdays, *10:15*, room H2."
+
+[[weeks]]
+date = 2027-03-02
+lessons = ["00"]
+goals = ["Start processes", "Say why `recv` waits"]
+
+[[weeks]]
+date = 2027-03-09
+title = "No lecture"
+
+[[weeks]]
+date = "Week 11"
+lessons = ["05", "00"]
+homework = [5]
+due = 2027-03-22
+"""
+
+
+@pytest.fixture
+def syllabus(tmp_path) -> str:
+    (tmp_path / "course.toml").write_text(SYLLABUS)
+    return str(tmp_path / "course.toml")
+
+
+def test_a_syllabus_is_the_index_of_its_course(course, syllabus):
+    pages = course.build("--syllabus", syllabus)
+    # homework that a lesson names and the syllabus doesn't is not a part of the course
+    assert pages == {"index", "00_ranks", "05_sharding", "hw5_topic", "glossary"}
+    index = course.page("index")
+    assert index.title.get_text() == index.h1.get_text() == "Parallel training & more"
+    assert index.find("em").get_text() == "10:15"
+    rows = [[cell.get_text(" ", strip=True) for cell in row("td")] for row in index("tr")[1:]]
+    goals = "Start processes Say why recv waits"
+    assert rows == [
+        ["Tue 2 March 2027", "00 Ranks 40\u00a0minutes", goals, ""],
+        ["Tue 9 March 2027", "No lecture", "", ""],
+        ["Week 11", "05 Sharding 00 Ranks 40\u00a0minutes", "", "Homework 5 due Mon 22 March 2027"],
+    ]
+    links = ["05_sharding.html", "00_ranks.html", "hw5_topic.html"]
+    assert [a["href"] for a in index("tr")[3]("a")] == links
+    assert course.build("05", "--syllabus", syllabus) == pages  # one lesson of it again
+
+
+WRONG = {  # a syllabus → what is said of it
+    "title = ": "is not TOML",
+    "title = 'A'": "weeks",
+    "[[weeks]]\nhour = 1": "week 1.*'hour'.*date, title",
+    "[[weeks]]\nlessons = ['07']": "week 1.*'07' is not a lesson",
+    "[[weeks]]\nhomework = [9]": "week 1.*no homework 9.*1, 2, 5",
+    "[[weeks]]\ngoals = 'x'": "week 1.*goals.*list",
+    "[[weeks]]\ndate = 2027-03-09\nhomework = [1]\ndue = 2027-03-02": "week 1.*due 2027-03-02",
+    "[[weeks]]\ndate = 2027-03-09\n[[weeks]]\ndate = 2027-03-02": "week 2.*-02.*after 2027-03-09",
+}
+
+
+def test_a_syllabus_that_cannot_be_followed_says_where(course, syllabus, capsys):
+    for text, message in WRONG.items():
+        begin = "title = 'A'\n" if text.startswith("[") else ""
+        Path(syllabus).write_text(begin + text)
+        with pytest.raises(ValueError, match=rf"course\.toml.*{message}"):
+            read_syllabus(Path(syllabus), course.lessons)
+    Path(syllabus).write_text(SYLLABUS)
+    for options, said in (
+        (["--only", "00", "--syllabus", syllabus], "names the lessons"),
+        (["01", "--syllabus", syllabus], "01_costs is not in"),
+        (["--syllabus", "none.toml"], "none.toml"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["lessons", "--lessons", str(course.lessons), *options])
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_syllabus_for_teachers_can_be_followed(tmp_path):
+    teaching = (LESSONS.parent / "docs/teaching.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", teaching, re.DOTALL)
+    (tmp_path / "course.toml").write_text(text)
+    syllabus = read_syllabus(tmp_path / "course.toml", LESSONS)
+    assert [week.lessons for week in syllabus.weeks] == [("00_ranks",), ("01_collectives",), ()]
+    assert syllabus.homework == {1}
