@@ -34,12 +34,8 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 def tracked(pattern: str) -> list[Path]:
     """The project's own files: all that git tracks, or would track after `git add`."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", pattern],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = ["git", "ls-files", "-co", "--exclude-standard", pattern]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
@@ -51,20 +47,15 @@ def pins(python: str, platform: str) -> dict[str, Version]:
         "python_version": python,
         "python_full_version": f"{python}.9",
         "sys_platform": platform,
+        "os_name": "nt" if platform == "win32" else "posix",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
     }
-    environment |= {"os_name": "nt" if platform == "win32" else "posix"}
-    environment |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
     found: dict[str, Version] = {}
-    for requirement in map(Requirement, lines):
+    for requirement in map(Requirement, (line for line in lines if line and line[0] != "#")):
         if requirement.marker is None or requirement.marker.evaluate(environment):
-            assert requirement.name not in found, (
-                f"two pins of {requirement.name} for Python {python} on {platform}"
-            )
+            assert requirement.name not in found, f"two pins of {requirement.name}: {environment}"
             (only,) = requirement.specifier
             assert only.operator == "=="
             found[requirement.name.lower()] = Version(only.version)
@@ -72,79 +63,53 @@ def pins(python: str, platform: str) -> dict[str, Version]:
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
-@pytest.mark.parametrize("python", PYTHONS)
-def test_constraints_pin_every_requirement_to_an_allowed_version(python, platform):
-    pinned = pins(python, platform)
-    for requirement in REQUIREMENTS:
-        if requirement.marker and not requirement.marker.evaluate({"python_version": python}):
-            continue
-        assert requirement.name.lower() in pinned, (
-            f"{requirement.name} is not in constraints.txt; run `make constraints`"
-        )
-        assert pinned[requirement.name.lower()] in requirement.specifier
-    assert str(pinned["torch"]) == TESTED_TORCH
+def test_constraints_pin_every_requirement_to_an_allowed_version(platform):
+    for python in PYTHONS:
+        pinned = pins(python, platform)
+        for requirement in REQUIREMENTS:
+            marker = requirement.marker
+            if marker is None or marker.evaluate({"python_version": python}):
+                pin = pinned.get(requirement.name.lower())
+                assert pin in requirement.specifier, f"{requirement}: run `make constraints`"
+        assert str(pinned["torch"]) == TESTED_TORCH
 
 
-def test_doctor_and_makefile_need_the_same_versions_as_pyproject():
-    oldest = ".".join(map(str, OLDEST_PYTHON))
-    assert PROJECT["requires-python"] == f">={oldest}"
-    assert f"torch>={OLDEST_TORCH}" in PROJECT["dependencies"]
+def test_doctor_makefile_and_conda_need_the_same_versions_as_pyproject():
     makefile = (ROOT / "Makefile").read_text()
+    assert PROJECT["requires-python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
+    assert f"torch>={OLDEST_TORCH}" in PROJECT["dependencies"]
     assert f"sys.version_info < {OLDEST_PYTHON}" in makefile
     assert f"torch=={TESTED_TORCH}" in makefile
-
-
-def test_conda_installs_what_make_installs():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == PROJECT["name"]
-    (python,) = (
-        d for d in environment["dependencies"] if isinstance(d, str) and d.startswith("python=")
-    )
-    assert (
-        Version(python.removeprefix("python="))
-        in Requirement(f"x{PROJECT['requires-python']}").specifier
-    )
+    (python,) = (d for d in environment["dependencies"] if str(d).startswith("python="))
+    allowed = Requirement(f"x{PROJECT['requires-python']}").specifier
+    assert Version(python.removeprefix("python=")) in allowed
     (by_pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
-    makefile = (ROOT / "Makefile").read_text()
     (command,) = re.findall(r"-m pip install (-c .*)", makefile)
     assert " ".join(by_pip) == command.replace("'", "")
-    extra = re.search(r"\[(.+)\]", by_pip[-1])
-    assert extra is not None
-    assert extra[1] in PROJECT["optional-dependencies"]
+    (extra,) = re.findall(r"\[(.+)\]", by_pip[-1])
+    assert extra in PROJECT["optional-dependencies"]
 
 
 def test_notebooks_are_committed_without_outputs():
     for path in tracked("*.ipynb"):
         cells = json.loads(path.read_text())["cells"]
         kept = [c for c in cells if c.get("outputs") or c.get("execution_count")]
-        assert not kept, (
-            f"{path.name} contains outputs: run `jupyter nbconvert --clear-output --inplace "
-            f"{path.relative_to(ROOT)}`"
-        )
+        assert not kept, f"run `jupyter nbconvert --clear-output --inplace {path}`"
 
 
 def test_every_file_begins_with_a_docstring_and_those_of_the_subject_are_short():
     for path in tracked("parallel101/*.py"):
-        text = path.read_text()
-        if path.relative_to(ROOT / "parallel101").parts[0].removesuffix(".py") in SUBJECT:
-            assert text.count("\n") <= 600, (
-                f"{path.relative_to(ROOT)} has more than 600 lines: more than one idea?"
-            )
+        text, inside = path.read_text(), path.relative_to(ROOT / "parallel101")
+        if inside.parts[0].removesuffix(".py") in SUBJECT:
+            assert text.count("\n") <= 600, f"{path} has more than 600 lines: more than one idea?"
         if path.name != "__init__.py" or text.strip():
-            assert text.startswith('"""'), (
-                f"{path.relative_to(ROOT)} does not begin with a docstring"
-            )
+            assert text.startswith('"""'), f"{path} does not begin with a docstring"
 
 
-IDEAS = (
-    "data_parallel",
-    "zero_1_2_3",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "step",
-)
+PARALLEL = ("data", "tensor", "pipeline", "context", "expert")
+IDEAS = (*(f"{axis}_parallel" for axis in PARALLEL), "zero_1_2_3", "step")
 
 
 @pytest.mark.parametrize("idea", IDEAS)
@@ -164,31 +129,18 @@ def test_an_idea_is_one_file_that_fits_in_a_lecture(idea):
 def imported_by(path: Path) -> set[str]:
     """The modules of the trainers that a file imports when it runs."""
     tree = ast.parse(path.read_text())
-    checked = [
-        n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
-    ]
+    checked = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n)]
     left_out = {id(n) for block in checked for n in ast.walk(block)}
-    return {
-        str(n.module)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.ImportFrom) and id(n) not in left_out
-        if str(n.module).startswith("parallel101.trainers.")
-    }
+    run = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and id(n) not in left_out)
+    return {name for n in run if (name := str(n.module)).startswith("parallel101.trainers.")}
+
+
+WRITTEN = (".py", ".md", ".ipynb", ".toml", ".yml", ".txt", ".js", ".css", "")
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on():
     homes = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|media)/\w")
     for path in tracked("*"):
-        if path.suffix in {
-            ".py",
-            ".md",
-            ".ipynb",
-            ".toml",
-            ".yml",
-            ".txt",
-            ".js",
-            ".css",
-            "",
-        } and path != Path(__file__):
+        if path.suffix in WRITTEN and path != Path(__file__):
             found = homes.search(path.read_text(encoding="utf-8"))
             assert found is None, f"{path.relative_to(ROOT)} names {found[0]}…"

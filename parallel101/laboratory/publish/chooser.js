@@ -74,8 +74,7 @@
     to.value = b;
     const [i, j] = [a - run.first, b - run.first];
     find(".strip").innerHTML = svg(tall + 34, `The time of each ${unit}`,
-      words(`longest ${shown(most)}`, left - 10, 18, 'class="m e" font-size="12"') .replace(
-        "longest ", "") +
+      words(shown(most), left - 10, 18, 'class="m e" font-size="12"') +
       `<rect class="row" x="${left}" y="8" width="${right - left}" height="${tall}"/>` +
       `<path class="f4" d="${strip}"/>` +
       `<rect class="chosen" x="${stepX(i) - 1}" y="4" width="${stepX(j + 1) - stepX(i) + 2}" ` +

@@ -13,7 +13,7 @@ routes.json holds what the lessons themselves don't say:
                  "parts": [{"when": "Day 1", "lessons": ["00_ranks"], "homework": [1]}, …]}]}
 
 A part with `"short": true` takes the short way through its lessons. A route with `"dates": true`
-becomes a folded table with fields for dates, which the browser keeps (dates.js). Titles and
+becomes a folded table with fields for dates, which the browser keeps (kept_fields.js). Titles and
 minutes come from the lessons. A route appears if all its lessons have a page. A folder of other
 lessons has no routes; a teacher writes a syllabus.
 """

@@ -305,14 +305,17 @@ def machine() -> str:
 def homework_body(path: Path) -> str:
     """Return the body of a homework's page: the notebook at `path`, with what help() shows.
 
-    That is the signature and the docstring of a stub in the file beside the notebook.
+    That is the signature and the docstring of a stub in the file beside the notebook. Raises
+    ValueError if the file has no such function.
     """
     notebook = read_notebook(path)
     for cell in notebook.cells:
         if cell.cell_type == "code" and (asked := HELP.match(cell.source)):
             file, name = asked.groups()
             code = ast.parse(path.with_name(f"{file}.py").read_text(encoding="utf-8")).body
-            stub = {node.name: node for node in code if isinstance(node, ast.FunctionDef)}[name]
+            stubs = {node.name: node for node in code if isinstance(node, ast.FunctionDef)}
+            if (stub := stubs.get(name)) is None:
+                raise ValueError(f"{path} asks for help({file}.{name}), but {file}.py lacks it")
             returns = f" -> {ast.unparse(stub.returns)}" if stub.returns else ""
             docstring = indent(ast.get_docstring(stub) or "", "    ")
             text = f"{name}({ast.unparse(stub.args)}){returns}\n{docstring}\n"

@@ -220,13 +220,8 @@ def _page(module: str) -> str:
 
 def _framed(title: str, body: str, page: str) -> str:
     root = "../" * page.count("/")
-    html = render(
-        "reference",
-        root=root,
-        index="" if page == ADDRESS else ADDRESS,
-        title=TITLE,
-        body=Markup(body),
-    )
+    index = "" if page == ADDRESS else ADDRESS
+    html = render("reference", root=root, index=index, title=TITLE, body=Markup(body))
     whole = f"{title}: parallel101" if title == TITLE else title
     return offline_html(whole, html, scripts_beside=True)
 

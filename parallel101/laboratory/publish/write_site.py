@@ -267,7 +267,7 @@ def _tools(out: Path, report: Callable[[str], None]) -> dict[str, str]:
     files: dict[str, str] = {}
     for tool in TOOLS:
         began, page = time.perf_counter(), tool.PAGE
-        made_from = _digest([], _digest_of_package(*ATLAS), machine())
+        made_from = _digest_of_package(*ATLAS)
         if tool is collectives_atlas_page and _is_unchanged(out / page.address, made_from):
             report(f"✓ {page.title} has not changed")
             continue

@@ -117,9 +117,8 @@ def collectives_atlas_page(facts: Facts) -> str:
 
 def chosen_words(choice: Choice) -> str:
     """Return the choice of the table, in words."""
-    return (
-        f"{OPERATIONS[choice.operation]}, {choice.ranks} ranks, {NETWORKS[choice.network].lower()}."
-    )
+    operation, _, ranks, network = choice
+    return f"{OPERATIONS[operation]}, {ranks} ranks, {NETWORKS[network].lower()}."
 
 
 def what(operation: str, algorithm: str) -> str:
