@@ -139,6 +139,11 @@ def test_a_lesson_runs_plays_and_runs_again(name, opened):
         notebook.keep(f"jupyterlab-{name}-animation")
     if notebook.js(f"!!{EXPLORER}"):
         cells = notebook.js(STATE)[1]
+        said = f"{EXPLORER}.querySelector('.p101-status').textContent"
+        if "First predict" in notebook.js(said):
+            press(notebook, "button")
+            notebook.until(f"{said}.includes('Write down a prediction first')")
+            assert not notebook.js(f"!!{EXPLORER}.querySelector('figure')")
         runs(notebook, "button")
         if notebook.js(f"!!{EXPLORER}.querySelector('[role=slider]')"):
             runs(notebook, "[role=slider]", "b", "ArrowLeft")  # "b" would add a cell
@@ -168,12 +173,17 @@ def plays_and_keeps_its_keys(notebook: Browser) -> None:
     assert notebook.js(STATE) == before, "JupyterLab has not taken a key"
 
 
+def press(notebook: Browser, control: str) -> None:
+    place = f"{EXPLORER}.querySelector('{control}')"
+    notebook.until(f"({EXPLORER}.scrollIntoView(), {place}.getBoundingClientRect().width)")
+    notebook.click(place)
+
+
 def runs(notebook: Browser, control: str, *keys: str) -> None:
     """Click on a control, press keys, and wait for a new picture."""
     notebook.js(f"{EXPLORER}.querySelectorAll('figure').forEach(figure => {{ figure.old = 1; }})")
-    place = f"{EXPLORER}.querySelector('{control}')"
-    notebook.until(f"({EXPLORER}.scrollIntoView(), {place}.getBoundingClientRect().width)")
-    notebook.do(f"click {place}", *keys)
+    press(notebook, control)
+    notebook.do(*keys)
     new = f"(figure => figure?.dataset.mounted && !figure.old)({EXPLORER}.querySelector('figure'))"
     notebook.until(new, 60)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from parallel101.extras import needs_extra
@@ -226,8 +227,9 @@ def _files(
         body = homework_body(task.path)
         files[f"{task.name}.html"] = course_page(task.title, body, homework=True)
     terms, more = read_terms(course.folder), list[Page]()
+    tools = TOOLS if ran and course.whole else ()
+    files |= _tools(tools, out, report)
     if course.whole:
-        files |= _tools(out, report)
         known = [one.address for one in (*shown, *course.homework.values())]
         pages = [*known, *[GLOSSARY.address] * bool(terms)]
         more = course_pages(course.folder.parent, pages, course.repository)
@@ -254,7 +256,7 @@ def _files(
         course.homework,
         course.opening,
         course.syllabus,
-        [tool.PAGE for tool in TOOLS] if course.whole else (),
+        [tool.PAGE for tool in tools],
         more,
         course.repository,
         search,
@@ -262,10 +264,10 @@ def _files(
     return files
 
 
-def _tools(out: Path, report: Callable[[str], None]) -> dict[str, str]:
+def _tools(tools: Iterable[ModuleType], out: Path, report: Callable[[str], None]) -> dict[str, str]:
     """Return the pages that play without Python; the atlas only if its runs have changed."""
     files: dict[str, str] = {}
-    for tool in TOOLS:
+    for tool in tools:
         began, page = time.perf_counter(), tool.PAGE
         made_from = _digest_of_package(*ATLAS)
         if tool is collectives_atlas_page and _is_unchanged(out / page.address, made_from):
