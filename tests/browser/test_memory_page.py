@@ -75,9 +75,10 @@ def some_shape(draw: random.Random) -> dict:
     return shape | {"name": "" if others else shape["name"]}
 
 
-def some_layout(draw: random.Random) -> dict:
+def some_layout(draw: random.Random, shape: dict) -> dict:
     others = draw.sample([*LAYOUTS], draw.randint(1, 7))
-    return asdict(ParallelLayout()) | {name: draw.choice(LAYOUTS[name]) for name in others}
+    layout = asdict(ParallelLayout()) | {name: draw.choice(LAYOUTS[name]) for name in others}
+    return layout if shape["experts"] else layout | {"ep": 1}
 
 
 def reason(shape: dict, layout: dict) -> str:
@@ -91,7 +92,8 @@ def reason(shape: dict, layout: dict) -> str:
 
 def test_bytes_and_refusals_are_pythons(browser):
     draw = random.Random(30)
-    given = [(some_shape(draw), some_layout(draw)) for _ in range(MANY)]
+    shapes = [some_shape(draw) for _ in range(MANY)]
+    given = [(shape, some_layout(draw, shape)) for shape in shapes]
     ours = [reason(*pair) for pair in given]
     browser.js(RULES)
     theirs = browser.js(f"(given = {json.dumps(given)}).map(pair => memoryRules.whyNot(...pair))")
@@ -217,7 +219,8 @@ def test_copied_code_prints_the_pages_numbers(browser, page, capsys):
     draw, seen = random.Random(3), 0
     browser.view(page)
     while seen < 12:
-        shape, layout = some_shape(draw), some_layout(draw)
+        shape = some_shape(draw)
+        layout = some_layout(draw, shape)
         if reason(shape, layout):
             continue
         seen += 1
