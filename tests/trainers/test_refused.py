@@ -332,12 +332,13 @@ REFUSED = {
             gpt, plan={"blocks.*.mlp.upp": "column"}
         ),
         "'up' matches no module": given(gpt, plan={"up": "column"}),
-        "'column', but it is a LayerNorm: expected": given(gpt, plan={"*.mlp_norm": "column"}),
-        "'column', but it is a Block": given(gpt, plan={"blocks.0": "column"}),
+        "'column', but it is of type LayerNorm: expected": given(
+            gpt, plan={"*.mlp_norm": "column"}
+        ),
+        "'column', but it is of type Block": given(gpt, plan={"blocks.0": "column"}),
         "matches no layer with a weight": given(gpt, plan={"blocks.*.mlp": "column"}),
         "expected an nn.Embedding or the": given(gpt, plan={"norm": "vocabulary"}),
         "the style 'colum': expected one of 'column'": given(gpt, plan={"head": "colum"}),
-        r"'\*\.up' gives .*mlp\.up'": given(gpt, plan={"*.up": "column", "*.mlp.up": "row"}),
         "cuts nothing": given(gpt, plan={}),
         "plan='autos'": given(gpt, plan="autos"),
         r"'blocks\.0\.attention\.query' has 4 heads, which 3": given(small, plan=ATTENTION),

@@ -186,7 +186,7 @@ def test_auto_finds_the_plans_of_our_models():
 
 # ── models that people bring: nanoGPT's and LLaMA's names, heads that the code counts ──
 
-WIDTH, HEADS = 16, 4
+WIDTH, HEADS, HEAD = 16, 4, 4
 
 
 def linear(inputs: int, outputs: int = WIDTH) -> nn.Linear:
@@ -200,25 +200,50 @@ def attention(*qkv: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
-class GPT2Attention(nn.Module):
-    """It takes the width from its input, as nanoGPT does, so it needs all heads.
-
-    With `by_heads`, it takes the heads that there are.
+class Attention(nn.Module):
+    """Layers of these names: query, key and value, or one that has all three side by side; and the
+    one that takes the joined heads. `split` makes heads of the outputs, as the code of some library
+    does; `counts` are the attributes with which it counts them.
     """
 
-    def __init__(self, by_heads: bool = False) -> None:
+    def __init__(self, names: str, split, key_value_heads: int = HEADS, **counts: int) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.n_head, self.n_embd, self.by_heads = HEADS, WIDTH, by_heads
+        (*self.qkv, self.out), self.split = names.split(), split
+        sizes = [3 * WIDTH] if len(self.qkv) == 1 else [WIDTH, *[key_value_heads * HEAD] * 2]
+        for name, size in zip([*self.qkv, self.out], [*sizes, WIDTH]):
+            setattr(self, name, linear(WIDTH, size))
+        vars(self).update(counts)
 
     def forward(self, x: Tensor) -> Tensor:
-        fused, features = self.c_attn(x), x.shape[-1] // self.n_head
-        if self.by_heads:
-            parts = (part.unflatten(-1, (-1, features)) for part in fused.chunk(3, -1))
-        else:
-            q, k, v = fused.split(self.n_embd, dim=2)
-            parts = (part.view(*x.shape[:2], self.n_head, features) for part in (q, k, v))
-        return self.c_proj(attention(*parts))
+        outputs = [getattr(self, name)(x) for name in self.qkv]
+        return getattr(self, self.out)(attention(*self.split(self, x, *outputs)))
+
+
+def by_width(module, x, fused):
+    """As nanoGPT does, which takes the width from its input, and so needs all heads."""
+    features = x.shape[-1] // module.n_head
+    q, k, v = fused.split(module.n_embd, dim=2)
+    return (part.view(*x.shape[:2], module.n_head, features) for part in (q, k, v))
+
+
+def by_heads(module, x, fused):
+    """As many heads as there are."""
+    return (part.unflatten(-1, (-1, HEAD)) for part in fused.chunk(3, -1))
+
+
+def by_counts(module, x, *qkv):
+    counts = module.num_heads, module.num_key_value_heads, module.num_key_value_heads
+    return (part.view(*x.shape[:2], n, module.head_dim) for part, n in zip(qkv, counts))
+
+
+def uncounted(module, x, *qkv):
+    return (part.view(*x.shape[:2], -1, module.head_dim) for part in qkv)
+
+
+def by_einops(module, x, *qkv):
+    """As einops does it with h=self.heads: the features of a head are what is left."""
+    parts = qkv if len(qkv) == 3 else qkv[0].chunk(3, -1)
+    return (part.unflatten(-1, (module.heads, -1)) for part in parts)
 
 
 class GPT2FeedForward(nn.Module):
@@ -230,29 +255,6 @@ class GPT2FeedForward(nn.Module):
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 
-class LlamaAttention(nn.Module):
-    """Fewer heads of keys and values than of queries.
-
-    `counted`: by the module's attributes, else by -1.
-    """
-
-    def __init__(self, key_value_heads: int = HEADS, counted: bool = True) -> None:
-        super().__init__()
-        self.num_heads, self.num_key_value_heads = HEADS, key_value_heads
-        self.head_dim, self.counted = WIDTH // HEADS, counted
-        self.q_proj = linear(WIDTH)
-        self.k_proj, self.v_proj = (linear(WIDTH, key_value_heads * self.head_dim) for _ in "kv")
-        self.o_proj = linear(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        counts = self.num_heads, self.num_key_value_heads, self.num_key_value_heads
-        parts = (
-            layer(x).view(*x.shape[:2], count if self.counted else -1, self.head_dim)
-            for layer, count in zip((self.q_proj, self.k_proj, self.v_proj), counts)
-        )
-        return self.o_proj(attention(*parts))
-
-
 class LlamaFeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -261,26 +263,6 @@ class LlamaFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class CountedHeads(nn.Module):
-    """As einops does it with h=self.heads: the features of a head are what is left."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.heads = HEADS
-        if fused:
-            self.to_qkv = linear(WIDTH, 3 * WIDTH)
-            self.to_out = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
-        else:
-            self.to_q, self.to_k, self.to_v, self.to_out = (linear(WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "to_qkv"):
-            qkv = self.to_qkv(x).chunk(3, -1)
-        else:
-            qkv = self.to_q(x), self.to_k(x), self.to_v(x)
-        return self.to_out(attention(*(part.unflatten(-1, (self.heads, -1)) for part in qkv)))
 
 
 class Block(nn.Module):
@@ -336,16 +318,21 @@ def loss_of_text(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def gpt2(**options) -> nn.Module:
-    return seeded(Model(lambda: Block(GPT2Attention(**options), GPT2FeedForward())))
+def gpt2(split=by_width) -> nn.Module:
+    counts = {"n_head": HEADS, "n_embd": WIDTH}
+    of = partial(Attention, "c_attn c_proj", split, **counts)
+    return seeded(Model(lambda: Block(of(), GPT2FeedForward())))
 
 
-def llama(kind=Model, **options) -> nn.Module:
-    return seeded(kind(lambda: Block(LlamaAttention(**options), LlamaFeedForward(), nn.RMSNorm)))
+def llama(kind=Model, split=by_counts, key_value_heads=HEADS) -> nn.Module:
+    counts = {"num_heads": HEADS, "num_key_value_heads": key_value_heads, "head_dim": HEAD}
+    of = partial(Attention, "q_proj k_proj v_proj o_proj", split, key_value_heads, **counts)
+    return seeded(kind(lambda: Block(of(), LlamaFeedForward(), nn.RMSNorm)))
 
 
-def counted(fused: bool) -> nn.Module:
-    return seeded(Model(lambda: Block(CountedHeads(fused), GPT2FeedForward())))
+def counted(names: str) -> nn.Module:
+    of = partial(Attention, names, by_einops, heads=HEADS)
+    return seeded(Model(lambda: Block(of(), GPT2FeedForward())))
 
 
 BY_HEADS = {"*.c_attn": p101.column(parts=3, heads=HEADS), "*.c_fc": "column", "*.c_proj": "row"}
@@ -360,19 +347,19 @@ LLAMA = [
 ]
 BROUGHT = {  # a model, the plan, and what "auto" says
     "nanogpt": (gpt2, "auto", ["attn.c_attn: column_gather", "attn.c_proj: column_gather", *FEED]),
-    "nanogpt, by heads": (partial(gpt2, by_heads=True), BY_HEADS, None),
+    "nanogpt, by heads": (partial(gpt2, by_heads), BY_HEADS, None),
     "llama, counted": (llama, "auto", LLAMA),
-    "llama": (partial(llama, counted=False), "auto", LLAMA),
+    "llama": (partial(llama, split=uncounted), "auto", LLAMA),
     "grouped queries": (partial(llama, key_value_heads=2), "auto", LLAMA),
     "heads counted": (
-        partial(counted, False),
+        partial(counted, "to_q to_k to_v to_out"),
         "auto",
         [*(f"attn.to_{x}: column(heads='heads')" for x in "qkv"), "attn.to_out: row", *FEED],
     ),
     "heads counted, fused": (
-        partial(counted, True),
+        partial(counted, "to_qkv to_out"),
         "auto",
-        ["attn.to_qkv: column(parts=3, heads='heads')", "attn.to_out.*: row", *FEED],
+        ["attn.to_qkv: column(parts=3, heads='heads')", "attn.to_out: row", *FEED],
     ),
     "layers on the model": (lambda: seeded(OnTheModel()), "auto", ["up: column", "down: row"]),
 }

@@ -37,6 +37,7 @@ from torch import nn
 from parallel101.trainers.model_layers import order_of
 
 NAMES = ("column", "column_gather", "row", "vocabulary")
+WANTED = "an nn.Linear", "an nn.Embedding or the nn.Linear of the head"
 
 
 class Style(NamedTuple):
@@ -98,7 +99,7 @@ def style_of(pattern: str, style: object) -> Style:
 def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]:
     """Return the style of every module that a pattern names.
 
-    An exact name counts for more than a pattern with `*`.
+    An exact name counts for more than a pattern with `*`, and of two patterns the later one.
     """
     if not plan:
         raise ValueError(
@@ -106,31 +107,26 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
         )
     named = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
     first = {id(module): name for name, module in reversed(named.items())}
-    styles: dict[str, tuple[str, Style]] = {}
+    styles: dict[str, Style] = {}
     for pattern, given in sorted(plan.items(), key=lambda item: "*" not in item[0]):
-        style, fitting = style_of(pattern, given), []
-        matches = names_of(pattern, list(named))
+        style, matches = style_of(pattern, given), names_of(pattern, list(named))
+        fitting = [name for name in matches if can_have(named[name], style)]
         for name in matches:
-            if (why := problem(named[name], style)) is None:
-                fitting.append(name)
-            elif "*" not in pattern or named[name]._parameters:
+            if name not in fitting and ("*" not in pattern or named[name]._parameters):
                 raise ValueError(
-                    f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but {why}"
+                    f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but it is of type "
+                    f"{type(named[name]).__name__}: expected {WANTED[style.name == 'vocabulary']}, "
+                    "without a forward of its own, a parametrization of its weight, max_norm, "
+                    "scale_grad_by_freq, sparse, and hooks (register them after the trainer is "
+                    "built)"
                 )
         if not fitting:
             raise ValueError(
                 f"plan: {pattern!r} has the style {str(style)!r}, but matches no layer with a "
                 f"weight, only {listed(matches)}"
             )
-        for name in fitting:
-            other, known = styles.get(first[id(named[name])], (pattern, style))
-            if known != style and ("*" in other) == ("*" in pattern):
-                raise ValueError(
-                    f"plan: {other!r} gives {name!r} the style {str(known)!r}, and "
-                    f"{pattern!r} gives it {str(style)!r}: expected one"
-                )
-            styles[first[id(named[name])]] = pattern, style
-    return {name: style for name, (_, style) in styles.items()}
+        styles |= {first[id(named[name])]: style for name in fitting}
+    return styles
 
 
 def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[str]:
@@ -153,21 +149,10 @@ def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[s
     return matches
 
 
-def problem(module: nn.Module, style: Style) -> str | None:
-    """Return the reason why a module cannot have a style, or None."""
+def can_have(module: nn.Module, style: Style) -> bool:
+    """Return whether the module can be cut in this style."""
     table = style.name == "vocabulary" and isinstance(module, nn.Embedding)
-    if not table and not isinstance(module, nn.Linear):
-        wanted = "an nn.Embedding or the nn.Linear of the head"
-        wanted = wanted if style.name == "vocabulary" else "an nn.Linear"
-        article = "an" if type(module).__name__[0] in "AEIOU" else "a"
-        return f"it is {article} {type(module).__name__}: expected {wanted}"
-    if not is_plain(module):
-        return (
-            f"this {type(module).__name__} does more than a plain layer: expected no forward of "
-            "its own, no parametrization of its weight, no max_norm, scale_grad_by_freq or sparse, "
-            "and no hooks (register them after the trainer is built)"
-        )
-    return None
+    return (table or isinstance(module, nn.Linear)) and is_plain(module)
 
 
 def is_plain(module: nn.Module) -> bool:
