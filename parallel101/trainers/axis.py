@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from parallel101.trainers.batches import Batch
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
 from parallel101.trainers.gradient_sync import (
     GradientSync,
+    LiveBytes,
     Parameters,
     default_bucket_bytes,
     together,
@@ -35,9 +35,6 @@ from parallel101.trainers.model_layers import layers_of
 from parallel101.trainers.options import Options, Trainer
 from parallel101.trainers.precision import Precision
 from parallel101.trainers.step import Accumulation
-
-if TYPE_CHECKING:
-    from parallel101.trainers.flat import LiveBytes
 
 Syncs = Sequence[tuple[frozenset[int], GradientSync]]  # of the parameters on just these stages
 
@@ -129,7 +126,7 @@ class DataAxis(Axis):
         self.axes: Axes = trainer.axes
         self.precision: Precision = trainer.precision
         self.trained, self.options, self.others = trainer.trained, options, others
-        self.algorithms = options.algorithms(self.axes)
+        self.algorithms, self.live = options.algorithms(self.axes), LiveBytes()
         # Along cp and ep the model's backward sends, too. If ranks take different ways through the
         # model, gradients that leave meanwhile would meet those messages.
         alone = options.zero_stage == 3 or self.axes.size(["cp", "ep"]) == 1
@@ -201,12 +198,6 @@ class DataAxis(Axis):
         """Return how gradients are synchronized, in words."""
         master = "; it updates master weights" * self.precision.master
         return "; ".join(dict.fromkeys(sync.how for _, sync in self.syncs)) + master
-
-    @cached_property
-    def live(self) -> LiveBytes:
-        from parallel101.trainers.flat import LiveBytes
-
-        return LiveBytes()
 
     def data_parallel(self, parameters: Parameters, group: Group) -> GradientSync:
         algorithm, size = self.algorithms.get("all_reduce", "direct"), self.bucket(parameters, 2)

@@ -10,8 +10,6 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 # torch has no public name for it; the LSTM in tests/trainers/models.py needs it
 from torch.utils._pytree import tree_leaves
@@ -33,7 +31,7 @@ from parallel101.collectives.asynchronous import (
 from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
+from parallel101.trainers.gradient_sync import GradientSync, LiveBytes, Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
 
 ASYNCHRONOUS = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
@@ -43,40 +41,6 @@ EMPTY = (
     "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
     "of a module that has it. Use it there, or zero_stage=2"
 )
-
-
-class LiveBytes:
-    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as
-    anything holds their memory.
-
-    gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
-    leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
-
-    It holds weak references to storages: one counts until its last tensor, view or place in a graph
-    is gone.
-
-    Attributes:
-        peak: kind → the most bytes of it that were alive at once since `begin`.
-    """
-
-    def __init__(self) -> None:
-        self.alive: dict[str, weakref.WeakSet[UntypedStorage]] = defaultdict(weakref.WeakSet)
-        self.peak: dict[str, int] = defaultdict(int)
-
-    def begin(self) -> None:
-        """Forget the peaks of the step before."""
-        self.peak.clear()
-        for kind in self.alive:
-            self.note(kind)
-
-    def watch(self, kind: str, tensor: Tensor) -> None:
-        """Count the memory of this tensor from now on."""
-        self.alive[kind].add(tensor.untyped_storage())
-        self.note(kind)
-
-    def note(self, kind: str) -> None:
-        now = sum(storage.nbytes() for storage in self.alive[kind])
-        self.peak[kind] = max(self.peak[kind], now)
 
 
 @dataclass

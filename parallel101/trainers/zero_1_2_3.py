@@ -34,7 +34,6 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.flat import (
     EMPTY,
     Flat,
-    LiveBytes,
     ZeRO,
     ZeROGroup,
     flats_of,
@@ -44,7 +43,13 @@ from parallel101.trainers.flat import (
     wait,
     walk,
 )
-from parallel101.trainers.gradient_sync import GradientHooks, Parameters, by_size, dense_gradient
+from parallel101.trainers.gradient_sync import (
+    GradientHooks,
+    LiveBytes,
+    Parameters,
+    by_size,
+    dense_gradient,
+)
 from parallel101.trainers.model_layers import share_out
 
 

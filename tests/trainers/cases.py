@@ -57,6 +57,11 @@ def raised(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     return "nothing"
 
 
+def on_ranks(n: int, program: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """What a program returns on each of n virtual ranks."""
+    return p101.launch(program, *args, world_size=n, backend="sim", **options).results
+
+
 DATA: dict[str, dict[str, Any]] = {  # the ways of the axis dp
     "naive": {"overlap": False, "bucket_bytes": 0},
     "bucketed": {"overlap": False, "bucket_bytes": 200},

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import differing, on_mesh
+from tests.trainers.cases import differing, on_mesh, on_ranks
 
 B, H = 6, 8  # samples, features
 ROW = 4 * B * H  # bytes of an activation
@@ -172,9 +172,7 @@ def every_trainer():
 
 
 def test_a_rank_holds_what_its_share_or_its_part_needs_and_the_table_says_so():
-    for (halves, table), data, zero, (tensor, sequence) in p101.launch(
-        every_trainer, world_size=2, backend="sim"
-    ).results:
+    for (halves, table), data, zero, (tensor, sequence) in on_ranks(2, every_trainer):
         assert zero == [data] * 3
         assert data < sequence < tensor < 2 * data  # tensor parallel has the whole batch
         # an int64 target a token more in all microbatches, and the scalars of the loss
@@ -191,9 +189,7 @@ def pipelines():
 
 
 def test_a_pipelines_first_stage_holds_as_many_microbatches_as_its_schedule_says():
-    (gpipe, one_f_one_b, zero_bubble), last = p101.launch(
-        pipelines, world_size=2, backend="sim"
-    ).results
+    (gpipe, one_f_one_b, zero_bubble), last = on_ranks(2, pipelines)
     assert list(gpipe.by_microbatch()) == [0, 1, 2, 3]
     assert list(one_f_one_b.by_microbatch()) == [0, 1] == list(zero_bubble.by_microbatch())
     assert gpipe.peak == 2 * one_f_one_b.peak == 2 * zero_bubble.peak
@@ -216,7 +212,7 @@ def on_meshes():
 
 
 def test_on_a_mesh_all_is_freed_at_the_end_of_the_step():
-    for found in p101.launch(on_meshes, world_size=4, backend="sim").results:
+    for found in on_ranks(4, on_meshes):
         assert all(last == 0 < peak for last, peak in found)
 
 
@@ -234,8 +230,7 @@ def two_steps(count):
 
 def test_counting_changes_no_number_and_leaves_out_what_is_compared():
     (plain, _), (with_count, (first, second)) = (
-        p101.launch(two_steps, count, world_size=2, backend="sim").results[0]
-        for count in (False, True)
+        on_ranks(2, two_steps, count)[0] for count in (False, True)
     )
     assert first == second > 0
     assert differing(plain, with_count, 0) == []

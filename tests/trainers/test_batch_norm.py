@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
-from tests.trainers.cases import OPTIMIZERS, TRAINERS, differing, raised, randn
+from tests.trainers.cases import OPTIMIZERS, TRAINERS, differing, on_ranks, raised, randn
 from tests.trainers.models import Norms, images
 
 
@@ -30,7 +30,7 @@ def spread():
 
 
 def test_statistics_are_computed_in_float32_at_least():
-    for loss in p101.launch(spread, world_size=2, backend="sim").results:
+    for loss in on_ranks(2, spread):
         assert loss == pytest.approx(1, abs=0.1)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.trainers.batches import number_of_values
-from tests.trainers.cases import CLOSE, OPTIMIZERS, on_mesh, randn, text
+from tests.trainers.cases import CLOSE, OPTIMIZERS, on_mesh, on_ranks, randn, text
 from tests.trainers.models import BALANCED, FOUR, mixture, one_sample, sum_and_weight, words
 
 LAYOUTS = {  # on 4 ranks
@@ -38,7 +38,7 @@ def evaluated():
 def test_an_evaluation_weighs_by_the_targets_that_count():
     inputs, targets = (torch.cat(parts) for parts in zip(*BATCHES))
     expected = F.cross_entropy(FOUR()(inputs), targets).item()
-    for found in p101.launch(evaluated, world_size=4, backend="sim").results:
+    for found in on_ranks(4, evaluated):
         assert found == pytest.approx([expected] * len(LAYOUTS), rel=CLOSE)
 
 
@@ -48,7 +48,7 @@ def with_experts():
 
 
 def test_an_evaluation_with_experts_may_have_fewer_samples_than_places():
-    found = p101.launch(with_experts, world_size=4, backend="sim").results
+    found = on_ranks(4, with_experts)
     model, batches = mixture(), (one_sample(0), text(1))
     with torch.no_grad():
         losses = [BALANCED(model(x), y).item() * len(x) for x, y in batches]
@@ -121,7 +121,7 @@ def two_inputs():
 
 
 def test_only_the_first_stage_takes_several_inputs():
-    for loss, expected in p101.launch(two_inputs, world_size=2, backend="sim").results:
+    for loss, expected in on_ranks(2, two_inputs):
         assert loss == pytest.approx(expected, rel=CLOSE)
 
 

@@ -20,7 +20,7 @@ import parallel101 as p101
 from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
 from parallel101.trainers.context.time_layout import local_positions, time_sizes, visible
 from tests.collectives.cases import on_backends
-from tests.trainers.cases import raised
+from tests.trainers.cases import on_ranks, raised
 
 LAYOUTS = ("contiguous", "zigzag")
 ATTENTIONS = {"ring": p101.ring_attention, "ulysses": p101.ulysses_attention}
@@ -138,7 +138,7 @@ def test_16_bit_inputs_are_summed_in_32():
         return ours, [float((a - b).abs().max()) for a, b in zip(torchs, exact)]
 
     for layout in LAYOUTS:
-        for ring, torchs in p101.launch(program, layout, world_size=4, **SIM).results:
+        for ring, torchs in on_ranks(4, program, layout):
             assert all(ours < 1.5 * theirs for ours, theirs in zip(ring, torchs, strict=True))
 
 
@@ -154,7 +154,7 @@ def test_under_autocast_it_computes_as_torchs_does_and_large_scores_do_not_overf
         assert all(bool(x.isfinite().all()) for x in found)
         return y.dtype, float((y - here(whole, group, "contiguous")).abs().max())
 
-    for dtype, error in p101.launch(program, world_size=2, **SIM).results:
+    for dtype, error in on_ranks(2, program):
         assert dtype == torch.bfloat16
         assert error < 0.02
 
@@ -269,7 +269,7 @@ def errors_of_wrong_calls():
 
 
 def test_wrong_calls_are_errors_on_all_ranks():
-    for found, shape in p101.launch(errors_of_wrong_calls, world_size=3, **SIM).results:
+    for found, shape in on_ranks(3, errors_of_wrong_calls):
         assert shape == (1, 2, 4, 4)
         for words, error in found.items():
             assert re.search(words, error), error

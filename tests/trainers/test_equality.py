@@ -30,6 +30,7 @@ from tests.trainers.cases import (
     case,
     differences,
     mesh_of,
+    on_ranks,
     one_process,
     text,
     trained,
@@ -314,7 +315,7 @@ def on_some_ranks():
 
 
 def test_some_ranks_of_the_world_in_another_order():
-    assert p101.launch(on_some_ranks, world_size=5, backend="sim").results == [[]] * 5
+    assert on_ranks(5, on_some_ranks) == [[]] * 5
 
 
 # ── gradients that are sent from where they are, optimizers, precisions ──
@@ -333,7 +334,7 @@ def some_in_place():
 
 
 def test_large_gradients_are_summed_where_they_are():
-    assert p101.launch(some_in_place, world_size=3, backend="sim").results == [[]] * 3
+    assert on_ranks(3, some_in_place) == [[]] * 3
 
 
 def test_each_rank_adds_up_as_much():
@@ -362,7 +363,7 @@ def with_other_optimizers():
 
 
 def test_optimizers_with_groups_and_state_of_their_own():
-    assert p101.launch(with_other_optimizers, world_size=3, backend="sim").results == [[]] * 3
+    assert on_ranks(3, with_other_optimizers) == [[]] * 3
 
 
 IN_OTHER_DTYPES = {

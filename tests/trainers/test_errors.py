@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import DATA, TRAINERS, differing, on_mesh, raised, randn, sgd
+from tests.trainers.cases import DATA, TRAINERS, differing, on_mesh, on_ranks, raised, randn, sgd
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
 
@@ -67,7 +67,7 @@ DIFFERENT = {
 
 
 def test_models_that_differ_at_the_start_are_named_by_parameter():
-    first, *others = p101.launch(models_that_differ, world_size=3, backend="sim").results
+    first, *others = on_ranks(3, models_that_differ)
     assert others == [first] * 2, "every rank is told the same"
     errors, weight = first
     for name, pattern in DIFFERENT.items():
@@ -243,9 +243,7 @@ def thawed(mesh, options):
     ("mesh", "options"), [("dp 2", {"zero_stage": 1}), ("pp 2", {"microbatches": 2})], ids=str
 )
 def test_what_was_frozen_stays_so(mesh, options):
-    for losses, (norm, weight) in p101.launch(
-        thawed, mesh, options, world_size=2, backend="sim"
-    ).results:
+    for losses, (norm, weight) in on_ranks(2, thawed, mesh, options):
         assert losses[1] < losses[0]
         assert "'1' is a BatchNorm1d, which looks at the whole batch" in norm
         assert "'0.weight' was frozen when the trainer was built" in weight
@@ -266,7 +264,7 @@ def state_and_copies():
 
 
 def test_a_model_that_is_cut_has_no_state_of_its_own_and_no_second_trainer():
-    for said in p101.launch(state_and_copies, world_size=2, backend="sim").results:
+    for said in on_ranks(2, state_and_copies):
         for mesh, (again, *errors) in said.items():
             cut = mesh != "dp 2, pp 1"
             assert ("already cut up by another trainer" in again) == cut
@@ -318,7 +316,7 @@ def test_a_gradient_that_is_completed_twice_is_right_or_an_error():
     model = Twice()
     F.mse_loss(model(randn(0, 8, 4)), randn(1, 8, 4)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    for said in p101.launch(twice, world_size=2, backend="sim").results:
+    for said in on_ranks(2, twice):
         for name, what in said.items():
             if name in ("overlapped", "ZeRO-1", "ZeRO-2"):
                 assert re.search("'a.*completed twice in one backward.*overlap=False", what)

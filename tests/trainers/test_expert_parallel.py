@@ -14,7 +14,7 @@ from torch import nn
 import parallel101 as p101
 from parallel101.models.experts import Experts, MixtureOfExperts
 from parallel101.trainers.expert_parallel import experts_over_ranks
-from tests.trainers.cases import raised, randn
+from tests.trainers.cases import on_ranks, raised, randn
 
 WIDTH, HIDDEN = 3, 5
 TOKENS = ([3, 1, 2], [0, 2, 0], [0, 0, 0])  # of each rank
@@ -171,5 +171,5 @@ def errors_of_wrong_arguments():
 
 
 def test_wrong_arguments_are_an_error_on_every_rank():
-    for errors in p101.launch(errors_of_wrong_arguments, world_size=2, backend="sim").results:
+    for errors in on_ranks(2, errors_of_wrong_arguments):
         assert all(words in error for words, error in zip(WRONG, errors, strict=True)), errors

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.laboratory.viz.loss_curves import LiveLoss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, randn, text
+from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, on_ranks, randn, text
 
 STEPS = 8
 
@@ -48,7 +48,7 @@ def evaluate():
 
 
 def test_an_evaluation_is_the_mean_over_samples_and_leaves_every_module_as_it_was():
-    for modes, training, frozen in p101.launch(evaluate, world_size=3, backend="sim").results:
+    for modes, training, frozen in on_ranks(3, evaluate):
         assert modes == [False, False, True]
         assert training and not frozen
 
@@ -85,7 +85,7 @@ def told():
 
 
 def test_on_step_hears_of_every_step_on_every_rank():
-    for steps, taken, history in p101.launch(told, world_size=2, backend="sim").results:
+    for steps, taken, history in on_ranks(2, told):
         assert taken == (1, 2, 3)
         assert list(steps[0]) == ["step", "loss", "seconds", "samples", "tokens"]
         columns = zip(*(step.values() for step in steps))

@@ -18,6 +18,7 @@ from tests.trainers.cases import (
     Task,
     case,
     on_mesh,
+    on_ranks,
     text,
     unlike_one_process,
     world_size,
@@ -100,9 +101,7 @@ def test_two_ranks_compute_what_torch_computes_bit_for_bit():
         # stages 2 and 3 send after each microbatch, so that 16-bit sums are rounded elsewhere
         if many == 1 or stage < 2
     ]
-    for options, (losses, state) in zip(
-        cases, p101.launch(train, cases, world_size=2, **SIM).results[0]
-    ):
+    for options, (losses, state) in zip(cases, on_ranks(2, train, cases)[0]):
         dtype, master = options["gradient_dtype"] or torch.bfloat16, options["precision"] != "bf16"
         expected, weights = by_hand(torch.bfloat16, dtype, master, 2, options["accumulate"])
         assert losses == pytest.approx(expected, rel=1e-6), options
@@ -119,8 +118,7 @@ def test_a_model_in_half_precision(dtype, close):
         lambda step: tuple(t.to(dtype) for t in batches(4, 4)(step)),
     )
     cases = [case("dp 2", "half", "sgd", None, **options) for options in DATA.values()]
-    run = p101.launch(unlike_one_process, cases, close, world_size=2, **SIM)
-    assert run.results == [[]] * 2
+    assert on_ranks(2, unlike_one_process, cases, close) == [[]] * 2
 
 
 LAYOUTS = {
@@ -153,7 +151,7 @@ def verified(mesh, task, options, precision):
 @pytest.mark.parametrize(("number", "mesh"), [*enumerate(LAYOUTS)])
 def test_every_layout_is_equal_to_one_process_in_the_same_precision(number, mesh):
     arguments = verified, mesh, *LAYOUTS[mesh], PRECISIONS[number % 3]
-    results = p101.launch(*arguments, world_size=world_size(mesh), **SIM).results
+    results = on_ranks(world_size(mesh), *arguments)
     (said, losses) = results[0]
     assert results == [results[0]] * world_size(mesh)
     assert said == "equal to one process"
@@ -183,7 +181,7 @@ def test_bytes_a_weight():
         ("fp16-mixed", None): "mixed",
     }
     cases = [{"precision": p, "gradient_dtype": d} for p, d in expected]
-    counted = p101.launch(held, cases, world_size=1, **SIM).results[0]
+    counted = on_ranks(1, held, cases)[0]
     assert counted == [model_states(1, precision=name).total for name in expected.values()]
     assert counted == [16, 16, 8, 16, 18, 16]
 
@@ -201,7 +199,7 @@ def placed():
 
 def test_the_report_says_which_parts_are_sharded_and_verify_keeps_no_whole_model():
     sharded_from = {"weights": 3, "gradients": 2, "optimizer state": 1, "master weights": 1}
-    for found in p101.launch(placed, world_size=2, **SIM).results:
+    for found in on_ranks(2, placed):
         for stage, (parts, kept) in enumerate(found):
             assert kept == 0 and parts.keys() == sharded_from.keys()
             for kind, (first, second) in parts.items():
@@ -235,8 +233,7 @@ def overflow(stage):
 
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all():
     expected = [2.0**16, 2.0**16, 2.0**15, 2.0**15], [True, False, True], True
-    run = p101.launch(lambda: [overflow(stage) for stage in range(4)], world_size=2, **SIM)
-    assert run.results == [[expected] * 4] * 2
+    assert on_ranks(2, lambda: [overflow(stage) for stage in range(4)]) == [[expected] * 4] * 2
 
 
 def saved_or_resumed(path, mesh, options, resume):
@@ -251,7 +248,7 @@ def saved_or_resumed(path, mesh, options, resume):
 def test_a_checkpoint_has_the_master_weights_for_any_layout_and_precision(tmp_path):
     def of(mesh, options, resume=True):
         arguments = saved_or_resumed, str(tmp_path / "run.pt"), mesh, options, resume
-        return p101.launch(*arguments, world_size=world_size(mesh), **SIM).results
+        return on_ranks(world_size(mesh), *arguments)
 
     saved = of("dp 2", {**MIXED, "zero_stage": 3}, resume=False)[0]
     assert all(t.dtype == torch.float32 for t in saved.values())

@@ -12,7 +12,15 @@ from torch import nn
 import parallel101 as p101
 from parallel101.mesh import group_of
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
-from tests.trainers.cases import OPTIMIZERS, TRAINERS, WITHOUT_HEAD, mesh_of, on_mesh, randn
+from tests.trainers.cases import (
+    OPTIMIZERS,
+    TRAINERS,
+    WITHOUT_HEAD,
+    mesh_of,
+    on_mesh,
+    on_ranks,
+    randn,
+)
 from tests.trainers.cases import world_size as ranks_of
 
 
@@ -101,7 +109,7 @@ def global_numbers(trainer):
 
 @pytest.mark.parametrize("trainer", ["overlapped", "ZeRO-3"])
 def test_a_step_uses_up_none_of_the_programs_random_numbers(trainer):
-    results = p101.launch(global_numbers, trainer, world_size=2, backend="sim").results
+    results = on_ranks(2, global_numbers, trainer)
     assert [found for _, found in results] == [expected for expected, _ in results]
     assert results[0] != results[1]
 
@@ -140,5 +148,5 @@ def of_the_embedding(recompute):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_unequal_parts_of_the_time_draw_the_same_masks_where_activations_are_whole(recompute):
     """The embedding is computed whole on each rank, and what follows on 4 and on 3 times."""
-    first, second = p101.launch(of_the_embedding, recompute, world_size=2, backend="sim").results
+    first, second = on_ranks(2, of_the_embedding, recompute)
     assert all(torch.equal(a, b) for a, b in zip(first, second))

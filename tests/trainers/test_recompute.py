@@ -15,7 +15,15 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.trainers.recompute import modules_to_recompute
-from tests.trainers.cases import CUT_HEAD, OPTIMIZERS, TRAINERS, on_mesh, randn, world_size
+from tests.trainers.cases import (
+    CUT_HEAD,
+    OPTIMIZERS,
+    TRAINERS,
+    on_mesh,
+    on_ranks,
+    randn,
+    world_size,
+)
 from tests.trainers.models import TIME
 
 WAYS = ("none", "selective", "full", lambda name: name.endswith("mlp"))
@@ -70,7 +78,7 @@ def test_no_bit_changes_and_less_is_kept(case):
     def every_way():
         return [step(shape, count=True, **options, **change) for change in changes]
 
-    found = p101.launch(every_way, world_size=world_size(shape), backend="sim").results
+    found = on_ranks(world_size(shape), every_way)
     for none, *others in found:
         for loss, of_way, _ in others:
             assert loss == none[0]

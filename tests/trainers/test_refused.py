@@ -23,6 +23,7 @@ from tests.trainers.cases import (
     CUT_HEAD,
     gpt,
     mesh_of,
+    on_ranks,
     raised,
     randn,
     seeded,
@@ -157,9 +158,7 @@ def said_of(mesh, table, options):
 
 @pytest.mark.parametrize(("n", "options"), [(1, {}), (2, {}), (2, {"zero_stage": 3})], ids=str)
 def test_an_argument_a_loss_or_a_batch_that_makes_no_sense(n, options):
-    for said in p101.launch(
-        said_of, f"dp {n}", ALONE, options, world_size=n, backend="sim"
-    ).results:
+    for said in on_ranks(n, said_of, f"dp {n}", ALONE, options):
         assert [
             (words, error) for words, error in said.items() if not re.search(words, error)
         ] == []
@@ -479,9 +478,7 @@ REFUSED = {
 @pytest.mark.parametrize("mesh", REFUSED)
 def test_what_a_mesh_can_not_do_with_a_model(mesh):
     n = world_size(mesh)
-    first, *others = p101.launch(
-        said_of, mesh, REFUSED[mesh], {}, world_size=n, backend="sim"
-    ).results
+    first, *others = on_ranks(n, said_of, mesh, REFUSED[mesh], {})
     assert others == [first] * (n - 1), "every rank is told the same"
     assert [(words, error) for words, error in first.items() if not re.search(words, error)] == []
 

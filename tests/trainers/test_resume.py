@@ -25,6 +25,7 @@ from tests.trainers.cases import (
     differing,
     gpt,
     on_mesh,
+    on_ranks,
     rows,
     seeded,
     text,
@@ -118,7 +119,7 @@ def test_a_run_that_moves_between_meshes_has_the_losses_of_one_process(name, tmp
     for i, (mesh, options) in enumerate(RUNS[name][2]):
         here = name, mesh, options, chain, i + 1
         n = world_size(mesh or "dp 1")
-        results = p101.launch(go_on, *here, world_size=n, backend="sim").results
+        results = on_ranks(n, go_on, *here)
         losses, weights = go_on(name, None, {}, alone, i + 1)
         for other_losses, other_weights in results:
             assert other_losses == pytest.approx(losses, rel=1e-10), (mesh, options)
@@ -153,7 +154,7 @@ def saved_and_resumed(place):
 
 
 def test_a_group_without_parameters_and_a_rank_without_weights(tmp_path):
-    for state in p101.launch(saved_and_resumed, tmp_path, world_size=3, backend="sim").results:
+    for state in on_ranks(3, saved_and_resumed, tmp_path):
         assert state[0] == state[1] > state[2] == 0
 
 
@@ -279,9 +280,7 @@ def test_ranks_that_do_not_read_the_same_are_told_so(tmp_path):
     steps(build(), 2).save(tmp_path / "later")
     torch.save({**torch.load(tmp_path / "good"), "steps": 0}, tmp_path / "earlier")
     (tmp_path / "cut").write_bytes((tmp_path / "good").read_bytes()[:999])
-    first, second = p101.launch(
-        on_disks_of_their_own, tmp_path, world_size=2, backend="sim"
-    ).results
+    first, second = on_ranks(2, on_disks_of_their_own, tmp_path)
     for (name, words), (missing, message), (also, _) in zip(
         [*DIFFERENT.items()] * 2, first, second
     ):
@@ -342,5 +341,5 @@ def where_nobody_can_write(path):
 
 def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
     path = tmp_path / "no folder" / "run.pt"
-    first, second = p101.launch(where_nobody_can_write, path, world_size=2, backend="sim").results
+    first, second = on_ranks(2, where_nobody_can_write, path)
     assert "rank 0 could not save to" in second and first in second

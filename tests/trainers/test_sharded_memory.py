@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import TRAINERS, gpt, on_mesh, text
+from tests.trainers.cases import TRAINERS, gpt, on_mesh, on_ranks, text
 from tests.trainers.models import BALANCED, mixture
 
 WIDTH, DEPTH = 24, 6
@@ -50,7 +50,7 @@ def test_weights_gradients_and_optimizer_state_fall_to_one_nth():
         before = trainer(0).describe().bytes
         return before, [step(trainer(stage, bucket_bytes=LAYER)) for stage in range(4)]
 
-    for before, by_stage in p101.launch(held, world_size=n, backend="sim").results:
+    for before, by_stage in on_ranks(n, held):
         assert before == {"weights": [ALL] * n, "gradients": [0] * n, "optimizer state": [0] * n}
         for stage, holdings in enumerate(by_stage):
             for kind, (whole, least) in kinds.items():
@@ -102,7 +102,7 @@ def peaks():
 
 
 def test_two_layers_are_whole_at_a_time_and_a_leaked_one_raises_the_figure():
-    for found in p101.launch(peaks, world_size=2, backend="sim").results:
+    for found in on_ranks(2, peaks):
         assert [measured for measured, _ in found] == [expected for _, expected in found]
 
 
@@ -127,7 +127,7 @@ def left_over():
 
 def test_a_trainer_that_nobody_holds_is_freed_without_the_garbage_collector():
     """It doesn't see the hooks of weights, and would never free them."""
-    assert p101.launch(left_over, world_size=2, backend="sim").results == [[]] * 2
+    assert on_ranks(2, left_over) == [[]] * 2
 
 
 def experts_weights():
@@ -139,7 +139,7 @@ def experts_weights():
 
 
 def test_along_ep_a_rank_holds_its_experts_only():
-    for weights, expected in p101.launch(experts_weights, world_size=4, backend="sim").results:
+    for weights, expected in on_ranks(4, experts_weights):
         assert weights == expected
 
 
@@ -157,7 +157,7 @@ def test_parts_on_a_mesh_follow_the_order_of_the_cuts():
     """Stages, then shards, then pieces. dp cuts only what the ZeRO stage says."""
     quarters = [[(i / 4, i / 4 + 1 / 4)] for i in (0, 1, 2, 3)] * 2
     eighths = [[(i / 8, i / 8 + 1 / 8)] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
-    results = p101.launch(lambda: [*on_three_axes()], world_size=8, backend="sim").results
+    results = on_ranks(8, lambda: [*on_three_axes()])
     for stage, found in enumerate(results[0]):
         for kind, first in (("weights", 3), ("gradients", 2), ("optimizer state", 1)):
             assert found.parts[kind] == (eighths if stage >= first else quarters), kind

@@ -24,6 +24,7 @@ from tests.trainers.cases import (
     case,
     gpt,
     on_mesh,
+    on_ranks,
     rows,
     seeded,
     sgd,
@@ -43,7 +44,7 @@ def planned(cases, world_size=2):
     def program():
         return {name: plan_of(*case) for name, case in cases.items()}
 
-    return p101.launch(program, world_size=world_size, backend="sim").results[0]
+    return on_ranks(world_size, program)[0]
 
 
 def plan_of(plan, build, loss_fn=F.mse_loss):
@@ -383,8 +384,7 @@ TASKS |= {
 
 def test_they_equal_one_process():
     cases = [case("tp 2", name, plan=plan) for name, (_, plan, _) in BROUGHT.items()]
-    run = p101.launch(unlike_one_process, cases, steps=2, world_size=2, backend="sim")
-    assert run.results == [[]] * 2
+    assert on_ranks(2, unlike_one_process, cases, steps=2) == [[]] * 2
 
 
 # ── plans that don't fit: the first step refuses them ──

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.mesh import split_sizes
-from tests.trainers.cases import randn
+from tests.trainers.cases import on_ranks, randn
 
 OPTIONS = [
     (ignored, options)
@@ -84,7 +84,7 @@ def extreme_and_wrong():
 def test_extreme_logits_half_precision_and_what_is_refused():
     logits, targets = logits_and_targets()
     flat, targets = logits.float().flatten(0, 1), targets.flatten()
-    for loss, half, dtype in p101.launch(extreme_and_wrong, world_size=3, backend="sim").results:
+    for loss, half, dtype in on_ranks(3, extreme_and_wrong):
         assert loss == pytest.approx(F.cross_entropy(flat * 1000, targets).item(), rel=1e-6)
         assert half == pytest.approx(F.cross_entropy(flat, targets).item(), rel=0.01)
         assert dtype == torch.float32

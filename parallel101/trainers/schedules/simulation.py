@@ -33,6 +33,7 @@ from parallel101.trainers.schedules.actions import (
 )
 
 Cost = float | Sequence[float]
+Places = dict[Action, tuple[int, int]]  # action → its rank, and its place in the rank's list
 
 
 class Slot(NamedTuple):
@@ -79,10 +80,11 @@ def simulate(
     """
     if rules not in ("gloo", "nccl"):
         raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
-    where = rank_of_each(ranks, placement)
+    where = places_of(ranks, placement)
     check_complete(where, placement, microbatches, len(ranks))
     stages, listed = max(placement) + 1, lists_messages(where)
-    check_order(ranks, placement, where, listed)
+    needed_by = {part: needs(part, placement, where, listed) for part in where}
+    check_order(where, needed_by)
     given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
     seconds = {k: per_stage(n, cost, stages) for k, (n, cost) in zip("FIW", given.items())}
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
@@ -96,8 +98,7 @@ def simulate(
 
     def needed(rank: int) -> list[tuple[Action, Action]]:
         """Return the parts of the rank's next action, each with what it needs."""
-        parts = ranks[rank][place[rank]].computed()
-        return [(part, n) for part in parts for n in needs(part, placement, where, listed)]
+        return [(part, n) for part in ranks[rank][place[rank]].computed() for n in needed_by[part]]
 
     def startable(rank: int) -> list[Action]:
         """Return the rank's messages that start when the other side does."""
@@ -122,7 +123,7 @@ def simulate(
         for rank in range(len(ranks)):
             for send in startable(rank):
                 receive = partner(send)
-                other = where[receive]
+                other = where[receive][0]
                 if send.kind.startswith("SEND") and receive in startable(other):
                     done[send] = posted[rank].pop(send)
                     done[receive] = done[send] + communication
@@ -138,8 +139,8 @@ def simulate(
             part, missing = next((part, n) for part, n in needed(rank) if n not in done)
         else:
             continue
-        waits = f"rank {rank}'s {part} waits for {missing} of rank {where[missing]}"
-        waiting[rank] = where[missing], waits
+        other = where[missing][0]
+        waiting[rank] = other, f"rank {rank}'s {part} waits for {missing} of rank {other}"
     if waiting:
         cycle, rank = list[int](), min(waiting)
         while rank not in cycle:
@@ -152,30 +153,29 @@ def simulate(
     return sorted(slots, key=lambda slot: (slot.rank, slot.start, slot.end))
 
 
-def rank_of_each(ranks: Ranks, placement: Placement) -> dict[Action, int]:
-    """Return the rank of each action.
+def places_of(ranks: Ranks, placement: Placement) -> Places:
+    """Return the rank of each action, and its place in the rank's list.
 
     Raises ScheduleError if one appears twice, or a stage is on two ranks.
     """
-    where: dict[Action, int] = {}
+    where: Places = {}
     for rank, actions in enumerate(ranks):
-        for part in (part for action in actions for part in action.computed()):
-            if part in where:
-                other = where[part]
-                both = f"rank {rank}" if other == rank else f"ranks {other} and {rank}"
-                raise ScheduleError(f"{part} appears twice: on {both}")
-            if placement[part.stage] != rank:
-                raise ScheduleError(
-                    f"stage {part.stage} is on rank {placement[part.stage]}, and rank {rank} has "
-                    f"{part}"
-                )
-            where[part] = rank
+        for place, action in enumerate(actions):
+            for part in action.computed():
+                if part in where:
+                    other, _ = where[part]
+                    both = f"rank {rank}" if other == rank else f"ranks {other} and {rank}"
+                    raise ScheduleError(f"{part} appears twice: on {both}")
+                if placement[part.stage] != rank:
+                    raise ScheduleError(
+                        f"stage {part.stage} is on rank {placement[part.stage]}, and rank {rank} "
+                        f"has {part}"
+                    )
+                where[part] = rank, place
     return where
 
 
-def check_complete(
-    where: Mapping[Action, int], placement: Placement, microbatches: int, ranks: int
-) -> None:
+def check_complete(where: Places, placement: Placement, microbatches: int, ranks: int) -> None:
     """Raise ScheduleError unless each stage has each microbatch's forward, and its backward,
     whole or in both halves.
     """
@@ -206,24 +206,17 @@ def check_complete(
                 )
 
 
-def check_order(
-    ranks: Ranks, placement: Placement, where: Mapping[Action, int], listed: bool
-) -> None:
+def check_order(where: Places, needed: Mapping[Action, Sequence[Action]]) -> None:
     """Raise ScheduleError for an action that needs what is missing, or comes later on its rank."""
-    for rank, actions in enumerate(ranks):
-        before = set[Action]()
-        for action in actions:
-            for part in action.computed():
-                for needed in needs(part, placement, where, listed):
-                    if needed not in where:
-                        raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
-                    if where[needed] == rank and needed not in before:
-                        raise ScheduleError(
-                            f"rank {rank}: {part} comes too early: it needs {needed}, which comes "
-                            "later"
-                        )
-            before.update(action.computed())
-    for part, rank in where.items():
+    for part, (rank, place) in where.items():
+        for other in needed[part]:
+            if other not in where:
+                raise ScheduleError(f"rank {rank}: {part} needs {other}, which is missing")
+            if where[other][0] == rank and where[other][1] >= place:
+                raise ScheduleError(
+                    f"rank {rank}: {part} comes too early: it needs {other}, which comes later"
+                )
+    for part, (rank, _) in where.items():
         if part.kind in COMMUNICATION and partner(part) not in where:
             raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
 
