@@ -20,6 +20,7 @@ which is replaced. The runner does everything else itself: it posts, waits and s
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from torch import Tensor
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.sim.clock import VirtualRank
 from parallel101.laboratory.sim.virtual_gpu import VirtualGPU
-from parallel101.spans import Collective, current_collective, set_current_collective
+from parallel101.spans import current_collective, set_current_collective
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.losses import Losses
@@ -41,7 +42,7 @@ from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action
-Event = tuple[float, Callable[[], None]]  # a message or a wait, after so many seconds of computing
+START: Key = (0, "")  # before the first action
 
 
 @dataclass
@@ -49,42 +50,43 @@ class Tape:
     """The record of one action.
 
     Attributes:
+        events: messages and waits, each after so many seconds of computing.
         rest, seconds: after the last event, and altogether.
         links: which its messages held.
-        closed: whether it waited for all of its messages, and for no others.
+        unwaited, waits_for_others: how many messages it did not wait for; whether it waited for
+            those of other actions.
         live, peak: bytes by which it changed what is alive, and the most that it had besides.
         counts: what it added to the GPU's flops, busy and kernels.
         sent: what it made for another stage: shape and dtype; None: nothing.
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
-    closed: bool = True
+    unwaited: int = 0
+    waits_for_others: bool = False
     live: int = 0
     peak: int = 0
-    counts: tuple[int, float, int] = (0, 0.0, 0)
+    counts: Sequence[float] = ()
     sent: Tensor | None = None
     loss: Tensor | None = None
     weights: Sequence[float] = ()
 
-    def loss_again(self, losses: Losses) -> Tensor | None:
-        """Add the loss that it has added once more, and return it."""
-        if self.loss is None:
-            return None
-        losses.parts.append(torch.empty_like(self.loss))
-        losses.weights.extend(self.weights)
-        return losses.parts[-1]
-
 
 class TapedWork:
-    """A message of a tape that is being recorded: a wait for it is recorded, too."""
+    """A message of a tape that is being recorded: a wait for it is recorded, too.
 
-    def __init__(self, recorder: TapeRecorder, work: Any, number: int):
-        self.recorder, self.work, self.number = recorder, work, number
-        self.key, self.count = recorder.key, recorder.played.get(recorder.key, 0)
+    Attributes:
+        work: the message.
+        key, number: of its action, and among all messages of such actions.
+        tape: it is on this one; None: it was waited for.
+    """
+
+    def __init__(self, recorder: TapeRecorder, work: Any):
+        self.recorder, self.work, self.key = recorder, work, recorder.key
+        self.tape, self.number = recorder.tape, recorder.posted[self.key] - 1
 
     def wait(self) -> bool:
         return self.recorder.wait(self)
@@ -97,14 +99,14 @@ class TapeRecorder:
         planned, final: see `real_microbatches`.
         real: (stage, microbatch) of those that are run for real in this step.
         losses: of this step.
-        tapes: the last of each action; of each (action, way of the microbatch's forward), and of
-            each (action, way, the action before). A forward's way is the action before it.
-        played: how many of each have been recorded or played.
-        works: the messages of each of them that may still be waited for.
+        tapes: the last of each action, and of each (action, way of the microbatch's forward, the
+            action before). A forward's way is the action before it.
+        works: the last messages of each action's tapes, recorded or played, in order; posted: how
+            many there have been.
+        loose: those posted by played tapes, which no real action knows of.
         outside: the links of messages that are on no tape that is played.
+        tape, key: that is being recorded, and its action.
     """
-
-    losses: Losses
 
     def __init__(
         self,
@@ -114,27 +116,20 @@ class TapeRecorder:
         final: set[Action],
     ):
         self.rank, self.gpu, self.planned, self.final = rank, gpu, planned, final
-        self.real: set[tuple[int, int]] = set()
-        self.tapes: dict[tuple, Tape] = {}
-        self.before: Key = (0, "")  # the last action
-        self.way: Key = (0, "")  # of the microbatch's forward
-        self.way_of: dict[tuple[int, int], Key] = {}  # of each microbatch in this step
-        self.played: dict[Key, int] = {}
-        self.works: dict[tuple[Key, int], list[Any]] = {}
-        self.loose: dict[Key, list[Any]] = {}  # posted by played tapes, and not waited for
         self.outside: set[int] = set()
-        self.alike: dict[tuple, Tensor] = {}
-        self.tape: Tape | None = None  # that is being recorded
-        self.waited: list[tuple[Key, int, int]] = []  # for which messages, on it
-        self.key: Key = (0, "")
+        self.tape: Tape | None = None
+        self.key = START
 
     @contextmanager
     def listening(self, losses: Losses) -> Iterator[None]:
         """Watch this rank's messages in a step, inside the block."""
         self.losses, self.real = losses, set(self.planned)
-        self.tapes.clear()
-        self.way_of.clear()
-        self.before = self.way = (0, "")
+        self.tapes: dict[tuple, Tape] = {}
+        self.before = self.way = START
+        self.way_of: dict[tuple[int, int], Key] = {}  # of each microbatch in this step
+        self.works: defaultdict[Key, deque[Any]] = defaultdict(deque)
+        self.posted: Counter[Key] = Counter()
+        self.loose: defaultdict[Key, list[Any]] = defaultdict(list)
         groups = [group for group in self.rank.groups if "send" not in vars(group)]
         for group in groups:
             for name in ("send", "recv"):
@@ -159,20 +154,10 @@ class TapeRecorder:
         return microbatch in self.real
 
     def ways(self, key: Key) -> tuple[tuple, ...]:
-        return (key, self.way, self.before), (key, self.way), key
+        return (key, self.way, self.before), key
 
-    def tape_of(self, key: Key) -> Tape:
-        return next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
-
-    def works_of(self, key: Key, back: int = 0) -> list[Any]:
-        """Return the messages of this action's tape, or of one `back` tapes ago."""
-        return self.works.setdefault((key, self.played.get(key, 0) - back), [])
-
-    def count(self, key: Key) -> None:
-        """Count one more tape: messages of the last two may still be waited for."""
-        self.before = key
-        self.played[key] = number = self.played.get(key, 0) + 1
-        self.works.pop((key, number - 4), None)
+    def counts(self) -> tuple[float, ...]:
+        return self.gpu.flops, self.gpu.busy, self.gpu.kernels
 
     # ── recording ──
 
@@ -186,18 +171,29 @@ class TapeRecorder:
         if self.tape is None:
             self.outside |= links
             return post(tensors, *to)
-        self.tape.links |= links
-        x = tensors[0]
         with torch_private.no_function_modes():
-            # not the same for both: a receive may write numbers, such as those of experts' rows
-            if (like := (name, x.shape, x.dtype, x.device)) not in self.alike:
-                self.alike[like] = torch_private.uncounted_like(x)
-        again = partial(post, [self.alike[like]], *to)
-        self.note(partial(self.post_again, self.key, again, current_collective()))
-        works = self.works_of(self.key)
-        works.append(post(tensors, *to))
+            like = torch_private.uncounted_like(tensors[0])
+        key, within, again = self.key, current_collective(), partial(post, [like], *to)
+
+        def post_again() -> None:
+            set_current_collective(within)
+            self.loose[key].append(self.keep(key, again()))
+            set_current_collective(None)
+
+        self.note(post_again)
+        self.tape.links |= links
+        self.tape.unwaited += 1
+        work = TapedWork(self, self.keep(key, post(tensors, *to)))
         self.at = self.rank.now()
-        return TapedWork(self, works[-1], len(works) - 1)
+        return work
+
+    def keep(self, key: Key, work: Any) -> Any:
+        """Keep a message that may be waited for, and return it."""
+        self.works[key].append(work)
+        self.posted[key] += 1
+        while self.works[key][0].waited:
+            self.works[key].popleft()
+        return work
 
     def note(self, event: Callable[[], None]) -> None:
         assert self.tape is not None
@@ -205,11 +201,15 @@ class TapeRecorder:
 
     def wait(self, message: TapedWork) -> bool:
         if self.tape is not None:
-            back = self.played.get(message.key, 0) - message.count
-            self.waited.append((message.key, back, message.number))
-            self.note(partial(self.wait_again, *self.waited[-1]))
-        if not message.work.waited:  # a played tape may have waited for it
-            message.work.wait()
+            key, back = message.key, message.number - self.posted[message.key]
+            if not message.work.waited:  # a played tape may have waited for it
+                self.note(lambda: wait_once(self.works[key][back]))
+            if message.tape is self.tape:
+                self.tape.unwaited -= 1
+                message.tape = None
+            else:
+                self.tape.waits_for_others = True
+        wait_once(message.work)
         self.at = self.rank.now()
         return True
 
@@ -220,75 +220,64 @@ class TapeRecorder:
         """
         key, gpu, losses = action[:2], self.gpu, self.losses
         self.settle(key)
-        tape = self.tape = Tape()
-        self.waited, self.key = [], key
+        tape, self.key = Tape(), key
         began = self.at = self.rank.now()
         live, peak, gpu.peak = gpu.live, gpu.peak, gpu.live
-        counted = gpu.flops, gpu.busy, gpu.kernels
-        parts, weights = len(losses.parts), len(losses.weights)
+        counts, parts, weights = self.counts(), len(losses.parts), len(losses.weights)
+        self.tape = tape
         work()
         self.tape = None
         tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - began
         tape.live, tape.peak = gpu.live - live, gpu.peak - live
         gpu.peak = max(gpu.peak, peak)
-        flops, busy, kernels = counted
-        tape.counts = gpu.flops - flops, gpu.busy - busy, gpu.kernels - kernels
+        tape.counts = [after - before for after, before in zip(self.counts(), counts)]
         if losses.parts[parts:]:
             tape.loss = torch_private.uncounted_like(losses.parts[-1])
         tape.weights = losses.weights[weights:]
-        here = {number for of, back, number in self.waited if (of, back) == (key, 0)}
-        tape.closed = len(here) == len(self.waited) == len(tape.events) - len(self.waited)
         if action in self.final and key in self.tapes:
             self.outside |= tape.links - self.tapes[key].links
         else:
-            for known in self.ways(key):
-                self.tapes[known] = tape
-        self.count(key)
+            self.tapes |= dict.fromkeys(self.ways(key), tape)
+        self.before = key
         return tape
 
     # ── playing ──
 
     @contextmanager
-    def play(self, key: Key) -> Iterator[Tape]:
-        """Play the last tape of this action; after the block, what is alive is corrected."""
-        tape, rank, gpu = self.tape_of(key), self.rank, self.gpu
+    def play(self, key: Key) -> Iterator[tuple[Tape, Tensor | None]]:
+        """Play the last tape of this action, which may add a loss again; after the block, what is
+        alive is corrected.
+        """
+        tape = next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
+        rank, gpu, losses = self.rank, self.gpu, self.losses
         alive = gpu.live + tape.live
         gpu.peak = max(gpu.peak, gpu.live + tape.peak)
-        flops, busy, kernels = tape.counts
-        gpu.flops, gpu.busy, gpu.kernels = gpu.flops + flops, gpu.busy + busy, gpu.kernels + kernels
-        if tape.closed and not tape.links & self.outside:
-            rank.compute(tape.seconds)
-        else:
+        counts: Any = map(sum, zip(self.counts(), tape.counts))
+        gpu.flops, gpu.busy, gpu.kernels = counts
+        if tape.unwaited or tape.waits_for_others or tape.links & self.outside:
             for after, event in tape.events:
-                if after:
-                    rank.compute(after)
+                rank.compute(after)
                 event()
-            if tape.rest:
-                rank.compute(tape.rest)
-            works = [work for work in self.works_of(key) if not work.waited]
-            self.loose.setdefault(key, []).extend(works)
-        self.count(key)
-        yield tape
+            rank.compute(tape.rest)
+        else:
+            rank.compute(tape.seconds)
+        self.before = key
+        loss = None if tape.loss is None else torch.empty_like(tape.loss)
+        if loss is not None:
+            losses.parts.append(loss)
+            losses.weights.extend(tape.weights)
+        yield tape, loss
         gpu.live = alive
 
-    def post_again(self, key: Key, post: Callable[[], Any], within: Collective | None) -> None:
-        set_current_collective(within)
-        self.works_of(key).append(post())
-        set_current_collective(None)
-
-    def wait_again(self, key: Key, back: int, number: int) -> None:
-        works = self.works.get((key, self.played.get(key, 0) - back), [])
-        if number < len(works) and not works[number].waited:
-            works[number].wait()
-
     def settle(self, key: Key) -> None:
-        """Wait for the messages that played tapes of this action have left in flight.
-
-        A real action follows, which does not know of them.
-        """
+        """Wait for the messages that played tapes of this action have left in flight."""
         for work in self.loose.pop(key, []):
-            if not work.waited:
-                work.wait()
+            wait_once(work)
+
+
+def wait_once(work: Any) -> None:
+    if not work.waited:
+        work.wait()
 
 
 # ── a trainer's runner ──
@@ -314,13 +303,12 @@ def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
             made = runner.results.get(sends) if isinstance(runner, Pipeline) else None
             tape.sent = None if made is None else torch_private.uncounted_like(made)
             return
-        with recorder.play(action[:2]) as tape:
-            made = None if tape.sent is None else torch.empty_like(tape.sent)
-            loss = tape.loss_again(recorder.losses)
+        with recorder.play(action[:2]) as (tape, loss):
             if isinstance(runner, Pipeline):
-                if made is not None:
-                    runner.results[sends] = made
-                keep(runner, action, loss if made is None else made)
+                made = loss
+                if tape.sent is not None:
+                    made = runner.results[sends] = torch.empty_like(tape.sent)
+                keep(runner, action, made)
             elif action.kind == "F":
                 runner.loss = loss
 
