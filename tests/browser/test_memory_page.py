@@ -69,7 +69,7 @@ LAYOUTS = {  # of a layout
 
 def some_shape(draw: random.Random) -> dict:
     """The fields of a known model, or of one in which some are others."""
-    shape = asdict(draw.choice([*KNOWN_MODELS.values()]).shape)
+    shape = asdict(draw.choice([*KNOWN_MODELS.values()]))
     others = draw.sample([*SHAPES], draw.choice([0, 3, 6]))
     shape |= {name: draw.choice(SHAPES[name]) for name in others}
     return shape | {"name": "" if others else shape["name"]}
@@ -139,7 +139,7 @@ def too_large(draw: random.Random) -> tuple[ModelShape, ParallelLayout]:
         "recompute": ["none", "none", "full"],
     }
     while True:
-        shape = draw.choice([*KNOWN_MODELS.values()]).shape
+        shape = draw.choice([*KNOWN_MODELS.values()])
         layout = ParallelLayout(**{name: draw.choice(values) for name, values in choices.items()})
         if not why_not(shape, layout) and 80e9 < most_of(step_memory(shape, layout)) < 400e9:
             return shape, layout
@@ -167,7 +167,7 @@ def test_the_cheapest_change_is_nearly_the_quick_models(browser):
     assert max(slower) < 1.25
     # where one GPU is too few, the fewest are the planner's
     for name, batch, gpu in (("llama-3-70b", 96, "H100"), ("llama-3-405b", 16, "B200")):
-        shape, layout = KNOWN_MODELS[name].shape, ParallelLayout(microbatches=batch)
+        shape, layout = KNOWN_MODELS[name], ParallelLayout(microbatches=batch)
         given = f"{json.dumps(asdict(shape))}, {json.dumps(asdict(layout))}, GIVEN.gpus.{gpu}"
         fewest = smallest_gpus(shape, Cluster(CHIPS[gpu], 1), batch, {})
         browser.do((f"memoryChanges.fitting({given})[0].gpus", fewest))
@@ -204,7 +204,7 @@ def test_the_page_opens_with_what_it_says_without_a_script_and_keys_change_it(br
     browser.view(page)
     body = BeautifulSoup(memory_page(), "html.parser")
     rows = [[c.get_text() for c in row] for row in body.select(".stages tbody tr")]
-    (stage,) = step_memory(KNOWN_MODELS[START[0]].shape, START[2])
+    (stage,) = step_memory(KNOWN_MODELS[START[0]], START[2])
     total = f"{VERDICT}.includes('{decimal_bytes(stage.total)}')"
     browser.do((TABLE, rows), (total, True))
     browser.write(field("dp"), "2")
@@ -257,7 +257,7 @@ def test_fields_change_the_answer(browser, page):
     for optimizer in ("adamw", "sgd"):
         choose(browser, optimizer=optimizer)
         of = ParallelLayout(**layout, optimizer=optimizer)
-        browser.do((numbers, cells(step_memory(KNOWN_MODELS["llama-3-70b"].shape, of))))
+        browser.do((numbers, cells(step_memory(KNOWN_MODELS["llama-3-70b"], of))))
     browser.do((f"{VERDICT}.startsWith('It fits.')", True))
     browser.do((f"{MOST}.includes('4 of 32 microbatches wait for backward')", True))
     one_gpu = "[state.layout.schedule, state.layout.chunks]"
@@ -290,7 +290,7 @@ def test_what_is_listed_as_a_change_and_what_would_fit_besides_fits(browser, pag
     browser.until(f"{VERDICT}.startsWith('It doesn')")
     browser.view(f"{page}#model=llama-3-8b&gpu=H200&dp=8&zero_stage=3&recompute=full")
     note = browser.js(f"{field('changes-note')}.textContent")
-    shape, layout = KNOWN_MODELS["llama-3-8b"].shape, ParallelLayout(dp=8, zero_stage=3)
+    shape, layout = KNOWN_MODELS["llama-3-8b"], ParallelLayout(dp=8, zero_stage=3)
     layout = replace(layout, recompute="full")
     samples = int(note.split("microbatches of ")[1].split()[0])
     tokens = int(note.split("or samples of ")[1].split()[0].replace(",", ""))
@@ -306,7 +306,7 @@ def test_bars_are_as_long_as_their_bytes(browser, page):
         bar.getAttribute('aria-label'), bar.clientWidth, bar.querySelector('.limit').offsetLeft + 2,
         [...bar.querySelectorAll('.part')].map(p => p.getBoundingClientRect().width)])""")
     layout = ParallelLayout(dp=8, tp=8, pp=16, microbatches=32, zero_stage=1)
-    stages = step_memory(KNOWN_MODELS["llama-3-405b"].shape, layout)
+    stages = step_memory(KNOWN_MODELS["llama-3-405b"], layout)
     unit = rows[0][1] / max(80e9, most_of(stages))
     assert 1 < len(rows) < 16
     for words, _, limit, parts in rows:

@@ -88,7 +88,7 @@ def test_it_can_be_read_and_reached(browser, page, name):
     browser.do((f"{hosts}.every(host => !host.shadowRoot || {hidden})", True))
 
 
-OPENS = KNOWN_MODELS[memory_page.START[0]].shape, memory_page.START[2]
+OPENS = KNOWN_MODELS[memory_page.START[0]], memory_page.START[2]
 WORDS = {
     "atlas_of_collectives": [chosen_words(START), "Exchange sums with a partner"],
     "build_a_schedule": ["needs JavaScript", "ZB-H2"],

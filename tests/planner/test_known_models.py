@@ -17,7 +17,7 @@ from parallel101.laboratory.planner.known_models import KNOWN_MODELS, shape_of_m
 def test_known_models_have_the_parameters_in_their_names(name, billions):
     shape = shape_of_model(name)
     assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.1)
-    assert shape.name == name and KNOWN_MODELS[name].source
+    assert KNOWN_MODELS[name] == shape
     assert shape_of_model(name.title()) == shape
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.layout_rules import AXES
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, TrainingPlan
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
@@ -38,78 +38,74 @@ NOT_MODELLED = {
 # ── text ──
 
 
-def plan_text(plan: RankedLayouts) -> str:
-    """Return all tables, for a terminal of about 130 columns."""
-    return quick_text(plan) + simulated_text(plan)
-
-
-def quick_text(plan: RankedLayouts) -> str:
-    """Return the tables of the quick model."""
+def quick_text(plan: TrainingPlan) -> str:
+    """Return the tables of the quick model, for a terminal of about 130 columns."""
     best = plan.best
+    reason = why_no_model(best.shape)
+    call = f"No model can be built: {reason}." if reason else best.call
+    assumed = [[what, text] for what, text in NOT_MODELLED.items()]
+    head = ["", "what the plan assumes, or leaves to you"]
     parts = [
         heading(plan),
         as_text(layouts_table(plan)),
         as_text(time_table(best)),
         as_text(memory_table(best)),
         "The HybridTrainer that has layout 1, on each rank\n"
-        + textwrap.indent(call_or_reason(best), "  ").rstrip(),
+        + textwrap.indent(call, "  ").rstrip(),
+        as_text(TextTable("Not modelled", head, assumed, 0)),
     ]
     if plan.why_not:
-        parts.append(as_text(refused_table(plan)))
-    parts.append(as_text(not_modelled_table()))
+        rows = [
+            [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
+        ]
+        head = ["", "", "why", "for example"]
+        parts.insert(-1, as_text(TextTable("Refused", head, rows, 1)))
     return "\n\n".join(parts) + "\n"
 
 
-def simulated_text(plan: RankedLayouts) -> str:
+def simulated_text(plan: TrainingPlan) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
-    ran = [(number, of, of.simulated) for number, of in enumerate(plan, 1) if of.simulated]
-    rows = [
-        [
-            str(number),
-            human_seconds(of.own_seconds),
-            f"{human_seconds(step.seconds)} ({of.difference:+.1%})",
-            f"{step.mfu:.1%}",
-            *(decimal_bytes(step.peak_bytes[stage]) for stage in (0, -1)),
-            layout_text(of.layout),
-        ]
-        for number, of, step in ran
-    ]
+    rows, seconds, failed = [], {}, []
+    for number, of in enumerate(plan, 1):
+        if of.not_simulated:
+            failed.append(f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}")
+        if step := of.simulated:
+            seconds[str(number)] = step.seconds
+            took = f"{human_seconds(step.seconds)} ({of.difference:+.1%})"
+            peaks = [decimal_bytes(step.peak_bytes[stage]) for stage in (0, -1)]
+            shown = [human_seconds(of.own_seconds), took, f"{step.mfu:.1%}", *peaks]
+            rows.append([str(number), *shown, layout_text(of.layout)])
     head = ["", "quick model", "simulated", "MFU", "first", "last", "layout"]
-    order = [number for number, *_ in sorted(ran, key=lambda one: one[2].seconds)]
-    note = (
-        "The order stays."
-        if order == sorted(order)
-        else (f"The order changes: {', '.join(map(str, order))}.")
-    )
+    order = sorted(seconds, key=seconds.__getitem__)
+    note = f"The order changes: {', '.join(order)}."
+    note = "The order stays." if order == [*seconds] else note
     title = "The same steps on virtual GPUs, by the trainer itself, with its memory counted"
     title += " and its own ring attention" * bool(ring_note(plan))
-    parts = [as_text(TextTable(title, head, rows, 6, note if len(rows) > 1 else ""))] * bool(rows)
-    parts += [
-        f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}"
-        for number, of in enumerate(plan, 1)
-        if of.not_simulated
-    ]
-    return "".join(f"\n{part}\n" for part in parts)
+    table = as_text(TextTable(title, head, rows, 6, note if len(rows) > 1 else ""))
+    return "".join(f"\n{part}\n" for part in [table] * bool(rows) + failed)
 
 
-def heading(plan: RankedLayouts) -> str:
+def heading(plan: TrainingPlan) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
-    tokens, count = plan.batch * shape.time, shape.parameters
-    nodes = cluster.gpus / cluster.nodes_of
-    where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
-    where += f" in {nodes:,.0f} nodes of {cluster.nodes_of}" if nodes > 1 else " in a node"
+    count, nodes = shape.parameters, cluster.gpus / cluster.nodes_of
+    large = f"{count / 1e9:,.1f} billion" if count >= 1e8 else f"{count:,}"
+    where = f" in {nodes:,.0f} nodes of {cluster.nodes_of}" if nodes > 1 else " in a node"
     return (
-        f"{model_words(plan)}: {f'{count / 1e9:,.1f} billion' if count >= 1e8 else f'{count:,}'} "
-        f"parameters, {shape.layers} layers of width {shape.width:,}, samples of {shape.time:,} "
-        "tokens\n"
-        f"{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
-        f"sample{'s' * (plan.batch > 1)} or {tokens:,} tokens a step; {plan.best.layout.precision}"
+        f"{model_words(plan)}: {large} parameters, {shape.layers} layers of width "
+        f"{shape.width:,}, samples of {shape.time:,} tokens\n"
+        f"{gpus_words(plan)}{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
+        f"sample{'s' * (plan.batch > 1)} or {plan.batch * shape.time:,} tokens a step; "
+        f"{plan.best.layout.precision}"
     )
 
 
-def model_words(plan: RankedLayouts) -> str:
+def model_words(plan: TrainingPlan) -> str:
     return plan.shape.name or "The model"
+
+
+def gpus_words(plan: TrainingPlan) -> str:
+    return f"{plan.cluster.gpus:,} {plan.cluster.chip.name}{'s' * (plan.cluster.gpus > 1)}"
 
 
 # of the table of layouts, after the axes
@@ -130,7 +126,7 @@ COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
 USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
 
 
-def layouts_table(plan: RankedLayouts) -> TextTable:
+def layouts_table(plan: TrainingPlan) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     columns = {axis: [str(getattr(of.layout, axis)) for of in plan] for axis in AXES}
     columns |= {name: [text(of) for of in plan] for name, text in COLUMNS.items()}
@@ -153,7 +149,7 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
     )
 
 
-def ring_note(plan: RankedLayouts) -> str:
+def ring_note(plan: TrainingPlan) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -186,40 +182,20 @@ def time_table(of: PlannedLayout) -> TextTable:
 
 def memory_table(of: PlannedLayout) -> TextTable:
     """Return a table of what fills the memory of a GPU of the first and of the last stage."""
-    first, last = of.memory[0], of.memory[-1]
     have = of.cluster.memory_bytes
-
-    def row(words: str, count: Any) -> list[str]:
-        return [*(decimal_bytes(count(stage)) for stage in (first, last)), words]
-
-    rows = [row(words, lambda s, n=name: getattr(s, n)) for name, words in PARTS.items()]
-    rows.append(row("at the peak of all together", lambda stage: stage.total))
-    rows.append(row(f"headroom of {decimal_bytes(have)}", lambda stage: have - stage.total))
-    return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2)
-
-
-def call_or_reason(of: PlannedLayout) -> str:
-    """Return the call, or why there is none."""
-    reason = why_no_model(of.shape)
-    return f"No model can be built: {reason}." if reason else of.call
-
-
-def refused_table(plan: RankedLayouts) -> TextTable:
-    rows = [
-        [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
+    words = [*PARTS.values(), "at the peak of all together", f"headroom of {decimal_bytes(have)}"]
+    columns = [
+        [*(getattr(stage, name) for name in PARTS), stage.total, have - stage.total]
+        for stage in (of.memory[0], of.memory[-1])
     ]
-    return TextTable("Refused", ["", "", "why", "for example"], rows, 1)
-
-
-def not_modelled_table() -> TextTable:
-    rows = [[what, text] for what, text in NOT_MODELLED.items()]
-    return TextTable("Not modelled", ["", "what the plan assumes, or leaves to you"], rows, 0)
+    rows = [[*map(decimal_bytes, row), name] for *row, name in zip(*columns, words)]
+    return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2)
 
 
 # ── JSON ──
 
 
-def plan_json(plan: RankedLayouts) -> str:
+def plan_json(plan: TrainingPlan) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {

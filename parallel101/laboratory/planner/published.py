@@ -32,10 +32,11 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from typing import Any, NamedTuple
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import chip_of
@@ -117,6 +118,13 @@ PROFILE = VTRAIN | {"recompute": "none", "software": "vtrain profile"}  # of one
 ON_H100 = MEGATRON | {"device": "H100", "attention": "fused", "dropout": "no", "overlap": "yes"}
 ON_H100 |= {"precision": "bf16-mixed", "gradient_dtype": "fp32"}
 
+# column of a row with two times → how these steps were trained
+MODERN = {"software": "megatron 2022"}
+WAYS = {
+    "full_seconds": {"recompute": "full", "sequence_parallel": "no", **MODERN},
+    "selective_seconds": {"recompute": "selective", "sequence_parallel": "yes", **MODERN},
+}
+
 
 @dataclass(frozen=True)
 class PublishedRun:
@@ -139,20 +147,19 @@ class PublishedRun:
         return f"{self.layout.gpus} GPUs · {layout_text(self.layout)}{samples}"
 
 
-@dataclass(frozen=True)
-class PublishedError:
-    """A run with its prediction."""
+class PublishedError(NamedTuple):
+    """A run with its prediction, in seconds of a step."""
 
     run: PublishedRun
     step: StepTime
 
     @property
-    def measured(self) -> float:
-        return self.run.measured
-
-    @property
     def predicted(self) -> float:
         return self.step.seconds
+
+    @property
+    def measured(self) -> float:
+        return self.run.measured
 
     @property
     def error(self) -> float:
@@ -160,8 +167,7 @@ class PublishedError:
         return self.predicted / self.measured - 1
 
 
-@dataclass(frozen=True)
-class ErrorSummary:
+class ErrorSummary(NamedTuple):
     """Errors without their sign."""
 
     rows: int
@@ -190,11 +196,9 @@ def published_errors(path: str | Path = MEGATRON_ROWS, **given: str) -> list[Pub
 
     Raises ValueError, with the row's number, for rows that can't be understood or laid out.
     """
-    return [predict(run) for run in read_runs(path, **given)]
-
-
-def predict(run: PublishedRun) -> PublishedError:
-    return PublishedError(run, step_time(run.shape, run.layout, run.cluster, software=run.software))
+    runs = read_runs(path, **given)
+    steps = [step_time(r.shape, r.layout, r.cluster, software=r.software) for r in runs]
+    return list(map(PublishedError, runs, steps))
 
 
 def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
@@ -209,8 +213,10 @@ def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
                 continue
             values = {names[key]: (row[key] or "").strip() for key in names}
             values = {key: value for key, value in {**values, **given}.items() if value}
+            # a row with the times of two ways to train is two runs
+            ways = [{**way, "seconds": values[key]} for key, way in WAYS.items() if key in values]
             try:
-                runs += runs_of(values, vtrain=vtrain)
+                runs += [run_of({**values, **way}, vtrain) for way in ways or [{}]]
             except ValueError as error:
                 raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if not runs:
@@ -238,28 +244,12 @@ def known_columns(header: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def runs_of(values: Mapping[str, str], *, vtrain: bool) -> list[PublishedRun]:
-    """Return the runs of a row: one, or two if it has the times of two ways to train."""
-    if "full_seconds" in values or "selective_seconds" in values:
-        rest = {k: v for k, v in values.items() if k not in ("full_seconds", "selective_seconds")}
-        ways = {
-            "full_seconds": {"recompute": "full", "sequence_parallel": "no"},
-            "selective_seconds": {"recompute": "selective", "sequence_parallel": "yes"},
-        }
-        return [
-            run_of({**rest, "seconds": values[key], "software": "megatron 2022", **way}, vtrain)
-            for key, way in ways.items()
-            if key in values
-        ]
-    return [run_of(values, vtrain)]
-
-
 def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     """Return the run of a row, with the defaults of its kind of table."""
     # the table of runs on H100 names its programs
     values = {**(ON_H100 if "kind" in row else VTRAIN if vtrain else MEGATRON), **row}
 
-    def number(name: str) -> int:
+    def number(name: str) -> Any:
         try:
             return int(float(values[name]))
         except (KeyError, ValueError):
@@ -277,34 +267,32 @@ def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     if recompute not in ("full", "selective", "none"):
         recompute = "full" if yes("recompute") else "none"
     modern = recompute == "selective" or yes("sequence_parallel")
-    program = values.get("software", "megatron 2022" if modern else "megatron 2021")
-    if program.lower() not in SOFTWARE:
+    program = values.get("software", "megatron 2022" if modern else "megatron 2021").lower()
+    if program not in SOFTWARE:
         raise ValueError(f"software={program!r}: expected {' or '.join(map(repr, SOFTWARE))}")
-    microbatch, batch = number("microbatch"), number("batch")
-    if batch % (microbatch * dp):
-        raise ValueError(f"batch={batch} isn't a multiple of microbatch · dp = {microbatch * dp}")
+    share, rest = divmod(number("batch"), number("microbatch") * dp)
+    if rest:
+        raise ValueError(
+            f"batch={values['batch']} isn't a multiple of microbatch · dp = "
+            f"{number('microbatch') * dp}"
+        )
     layout = ParallelLayout(
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
-        microbatch=microbatch,
-        microbatches=batch // (microbatch * dp),
-        chunks=number("chunks"),
-        zero_stage=number("zero_stage"),
+        microbatches=share,
         recompute=recompute,
+        **{name: number(name) for name in ("microbatch", "chunks", "zero_stage")},
         sequence_parallel=yes("sequence_parallel"),
         precision=values["precision"],
         gradient_dtype=values.get("gradient_dtype"),
         overlap=yes("overlap") if "overlap" in values else pp == 1,
     )
+    sizes = {"width": "hidden"} | {n: n for n in ("layers", "heads", "vocabulary", "time")}
     fused = values.get("attention", "").lower() in ("fused", "flash")
     shape = ModelShape(
-        number("hidden"),
-        number("layers"),
-        number("heads"),
-        number("vocabulary"),
-        number("time"),
+        **{name: number(column) for name, column in sizes.items()},
         kv_heads=number("kv_heads") or None,
         feed_forward=number("feed_forward") or None,
         attention="fused" if fused else "unfused",
@@ -315,8 +303,8 @@ def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     cluster = Cluster(chip_of(values["device"]), gpus, nodes_of, network=network)
     seconds = measured_seconds(values, shape, layout)
     name = values.get("name", f"{shape.parameters / 1e9:.1f}B")
-    software = SOFTWARE[program.lower()]
-    return PublishedRun(name, shape, layout, cluster, software, seconds, values.get("used", ""))
+    used = values.get("used", "")
+    return PublishedRun(name, shape, layout, cluster, SOFTWARE[program], seconds, used)
 
 
 def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: ParallelLayout) -> float:
@@ -324,15 +312,16 @@ def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: Paral
 
     If a row has none, they are computed from TFLOP/s, which count what is computed again.
     """
-    if "seconds" in values:
-        return float(values["seconds"])
-    if "milliseconds" in values:
-        return float(values["milliseconds"]) / 1000
-    if "tokens" in values:
-        return layout.batch * shape.time / layout.gpus / float(values["tokens"])
-    if "tflops" in values:
-        flops = hardware_flops(shape, layout.batch, layout.recompute)
-        return flops / layout.gpus / (float(values["tflops"]) * 1e12)
+    flops = hardware_flops(shape, layout.batch, layout.recompute) / layout.gpus
+    seconds: dict[str, Callable[[float], float]] = {
+        "seconds": lambda value: value,
+        "milliseconds": lambda value: value / 1000,
+        "tokens": lambda value: layout.batch * shape.time / layout.gpus / value,
+        "tflops": lambda value: flops / (value * 1e12),
+    }
+    for name, of in seconds.items():
+        if name in values:
+            return of(float(values[name]))
     raise ValueError(
         "the row has no time: expected a column such as step_s, iteration time (ms), tokens_s_gpu "
         "or tflops_gpu"

@@ -8,13 +8,10 @@ that layout_rules.py lists.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
-
-from tqdm import tqdm
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.model_shape import ModelShape
@@ -32,8 +29,9 @@ from parallel101.laboratory.planner.layout_rules import (
 )
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    RankedLayouts,
+    TrainingPlan,
     WhyNot,
+    bar,
     most_of,
 )
 from parallel101.laboratory.record.units import decimal_bytes
@@ -59,7 +57,7 @@ def search(
     every: bool = False,
     software: Software = TRAINERS,
     progress: bool = True,
-) -> RankedLayouts:
+) -> TrainingPlan:
     """Return the `top` fastest layouts that fit, one of each mesh, and why others were refused.
 
     All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
@@ -78,38 +76,38 @@ def search(
     of_layouts: Refusals = []
     meshes = list(meshes_of(shape, cluster, batch, fixed, of_meshes))
     timed = [
-        (step_time(shape, layout, cluster, software=software), layout)
+        step_time(shape, layout, cluster, software=software)
         for mesh in bar(meshes, "layouts of each mesh", progress)
         for layout in layouts_of(shape, mesh, batch, fixed, of_layouts)
     ]
-    timed.sort(key=lambda pair: pair[0].seconds)
+    timed.sort(key=lambda time: time.seconds)
     best: dict[Any, PlannedLayout] = {}  # by mesh
-    too_large: list[tuple[float, ParallelLayout]] = []  # faster than the last of `best`
+    too_large: list[PlannedLayout] = []  # faster than the last of `best`
     slowest = 0.0
-    for time, layout in bar(timed, "memory of each layout", progress):
+    for time in bar(timed, "memory of each layout", progress):
         if len(best) >= top and time.seconds > slowest:
             break
-        key = layout if every else layout.mesh
+        key = time.layout if every else time.layout.mesh
         if key in best and time.seconds > best[key].time.seconds:
             continue
-        memory = step_memory(shape, layout, fused_ring=software.fused_ring)
-        evaluated = PlannedLayout(shape, cluster, layout, time, memory)
-        if evaluated.most <= cluster.memory_bytes:
-            slowest = time.seconds
-            if key not in best or evaluated.most < best[key].most:
-                best[key] = evaluated
-        else:
-            too_large.append((evaluated.most, layout))
+        memory = step_memory(shape, time.layout, fused_ring=software.fused_ring)
+        one = PlannedLayout(time, memory)
+        if one.headroom < 0:
+            too_large.append(one)
+            continue
+        slowest = time.seconds
+        if key not in best or one.most < best[key].most:
+            best[key] = one
     why_not = [*counted(of_meshes, "meshes"), *counted(of_layouts, "layouts")]
-    most, smallest = min(too_large, key=lambda pair: pair[0], default=(0.0, None))
+    smallest = min(too_large, key=lambda one: one.most, default=None)
     if smallest:
         reason = "fast enough, and don't fit"
-        why_not.append(WhyNot(reason, len(too_large), "layouts", smallest))
-    layouts = sorted(best.values(), key=lambda one: (one.time.seconds, one.most))[:top]
+        why_not.append(WhyNot(reason, len(too_large), "layouts", smallest.layout))
+    layouts = sorted(best.values(), key=lambda one: (one.seconds, one.most))[:top]
     chosen = {key: value for key, value in fixed.items() if key != "precision"}
-    plan = RankedLayouts(shape, cluster, batch, tuple(layouts), len(timed), tuple(why_not), chosen)
+    plan = TrainingPlan(shape, cluster, batch, tuple(layouts), len(timed), tuple(why_not), chosen)
     if not layouts:
-        raise nothing_fits(plan, most)
+        raise nothing_fits(plan, smallest)
     return plan
 
 
@@ -120,23 +118,20 @@ def counted(refused: Refusals, of: str) -> list[WhyNot]:
     return [WhyNot(reason, count, of, first[reason]) for reason, count in counts.most_common()]
 
 
-def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:
-    """Return the items, with a progress bar if they take longer than a second."""
-    return tqdm(items, text, unit="", delay=1, disable=not progress, leave=False, file=sys.stderr)
-
-
 # ── if nothing fits ──
 
 
-def nothing_fits(plan: RankedLayouts, most: float) -> NoLayoutError:
+def nothing_fits(plan: TrainingPlan, smallest: PlannedLayout | None) -> NoLayoutError:
     """Return the error that says what is missing, and how many GPUs would do.
 
-    Args: most: the bytes of the smallest layout, the last of plan.why_not; 0 if there is none.
+    Args: smallest: the layout that needs the least memory, if there is one.
     """
     shape, cluster, batch = plan.shape, plan.cluster, plan.batch
     where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
-    name, fixed = shape.name or "the model", said(plan.fixed)
-    if not most:
+    name = shape.name or "the model"
+    fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
+    fixed = f" with {fixed}" if fixed else ""
+    if smallest is None:
         why = "; ".join(f"{row.reason} ({row.count:,}×)" for row in plan.why_not)
         why = why or "the sizes of the axes don't multiply to the GPUs"
         return NoLayoutError(
@@ -144,8 +139,8 @@ def nothing_fits(plan: RankedLayouts, most: float) -> NoLayoutError:
             "Expected numbers that divide each other: change the number of GPUs, the batch, or "
             "what the layout fixes"
         )
-    have, refused = cluster.memory_bytes, plan.why_not[-1]
-    kept = {**plan.fixed, "precision": refused.example.precision}
+    have, refused, most = cluster.memory_bytes, plan.why_not[-1], smallest.most
+    kept = {**plan.fixed, "precision": smallest.layout.precision}
     least = smallest_gpus(shape, cluster, batch, kept)
     advice = (
         f"The smallest number of GPUs that would do is {least:,}"
@@ -156,7 +151,7 @@ def nothing_fits(plan: RankedLayouts, most: float) -> NoLayoutError:
     return NoLayoutError(
         f"{name} fits on {where} with {decimal_bytes(have)} each in none of {refused.count:,} "
         f"layouts{fixed}. The smallest needs {decimal_bytes(most)}, {decimal_bytes(most - have)} "
-        f"more than there is: {layout_text(refused.example)}. {advice}",
+        f"more than there is: {layout_text(smallest.layout)}. {advice}",
         least,
     )
 
@@ -170,31 +165,25 @@ def smallest_gpus(
     share, and a model so many layers and heads: None if no number would do.
     """
     per_node = cluster.nodes_of
-    for gpus, mesh in meshes_by_size(shape, batch, fixed, per_node):
+    for mesh in meshes_by_size(shape, batch, fixed, per_node):
+        gpus = mesh.gpus
         whole = gpus <= per_node or gpus % per_node == 0
         if gpus <= cluster.gpus or not whole or why_not_mesh(shape, mesh, batch, fixed):
             continue
-        for layout in layouts_of(shape, mesh, batch, leanest(mesh, fixed), []):
+        # the options with which a mesh needs the least memory; ZeRO's stage is left open
+        lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1, **fixed}
+        if "microbatches" not in fixed:
+            lean = {"microbatch": 1, **lean}
+        for layout in layouts_of(shape, mesh, batch, lean, []):
             if most_of(step_memory(shape, layout)) <= cluster.memory_bytes:
                 return gpus
     return None
 
 
-def leanest(mesh: ParallelLayout, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which a mesh needs the least memory.
-
-    Only ZeRO's stage is left open.
-    """
-    lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1}
-    if "microbatches" not in fixed:
-        lean["microbatch"] = 1
-    return {**lean, **fixed}
-
-
 def meshes_by_size(
     shape: ModelShape, batch: int, fixed: Mapping[str, Any], per_node: int
-) -> Iterator[tuple[int, ParallelLayout]]:
-    """Yield all meshes on which the model could be trained, by their number of GPUs."""
+) -> list[ParallelLayout]:
+    """Return all meshes on which the model could be trained, by their number of GPUs."""
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
     axes: dict[str, Any] = {
         "tp": [n for n in divisors(shape.kv) if n <= per_node],
@@ -204,19 +193,11 @@ def meshes_by_size(
         "dp": divisors(batch),
     }
     axes |= {axis: [fixed[axis]] for axis in axes if axis in fixed}
-    every: Iterator[dict[str, Any]] = (dict(zip(axes, n)) for n in product(*axes.values()))
-    meshes = [ParallelLayout(**sizes) for sizes in every]
-    yield from sorted(((m.gpus, m) for m in meshes), key=lambda pair: pair[0])
+    every = [ParallelLayout(**dict(zip(axes, sizes))) for sizes in product(*axes.values())]
+    return sorted(every, key=lambda mesh: mesh.gpus)
 
 
 # ── in words ──
-
-
-def said(fixed: Mapping[str, Any]) -> str:
-    """Return what the user fixed, as a part of a sentence."""
-    if not fixed:
-        return ""
-    return f" with {', '.join(f'{key}={value}' for key, value in fixed.items())}"
 
 
 def layout_text(layout: ParallelLayout) -> str:

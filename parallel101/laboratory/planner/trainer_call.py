@@ -22,6 +22,28 @@ from parallel101.trainers.hybrid import HybridTrainer
 
 # the axes of a mesh: GPUs are numbered with the last one fastest
 MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
+CALL = """\
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+
+config = p101.models.{model}Config(
+{config}
+)
+mesh = init_device_mesh(
+    "cuda" if torch.cuda.is_available() else "cpu",
+    {sizes},
+    mesh_dim_names={names},
+)
+trainer = p101.HybridTrainer(
+    p101.models.{model}(config),
+    p101.{loss},
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    mesh=mesh,
+{options}
+)
+"""
 
 
 def mesh_of(layout: ParallelLayout) -> dict[str, int]:
@@ -87,33 +109,20 @@ def call_text(shape: ModelShape, layout: ParallelLayout) -> str:
 
     Raises ValueError if this package has no model of that shape.
     """
-    model, config = model_text(shape)
-    sizes = mesh_of(layout)
-    loss = "models.balanced_next_token_loss" if shape.experts else "vocabulary_cross_entropy"
-    options = trainer_options(shape, layout)
+    model, config = model_and_config(shape)
+    sizes, options = mesh_of(layout), trainer_options(shape, layout)
     lines = [
-        "import torch",
-        "from torch.distributed.device_mesh import init_device_mesh",
-        "",
-        "import parallel101 as p101",
-        "",
-        f"config = p101.models.{config}(",
-        *(f"    {name}={as_text(value)}," for name, value in config_of(shape).items()),
-        ")",
-        "mesh = init_device_mesh(",
-        '    "cuda" if torch.cuda.is_available() else "cpu",',
-        f"    {as_text(tuple(sizes.values()))},",
-        f"    mesh_dim_names={as_text(tuple(sizes))},",
-        ")",
-        "trainer = p101.HybridTrainer(",
-        f"    p101.models.{model}(config),",
-        f"    p101.{loss},",
-        "    lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),",
-        "    mesh=mesh,",
-        *(f"    {name}={as_text(value)}," for name, value in options.items()),
-        ")",
+        "\n".join(f"    {name}={as_text(value)}," for name, value in values.items())
+        for values in (config, options)
     ]
-    return "\n".join(lines) + "\n"
+    return CALL.format(
+        model=model,
+        config=lines[0],
+        sizes=as_text(tuple(sizes.values())),
+        names=as_text(tuple(sizes)),
+        loss="models.balanced_next_token_loss" if shape.experts else "vocabulary_cross_entropy",
+        options=lines[1],
+    )
 
 
 def as_text(value: Any) -> str:
@@ -133,64 +142,47 @@ def as_text(value: Any) -> str:
     return str(value)  # torch.float32, too
 
 
-def model_text(shape: ModelShape) -> tuple[str, str]:
-    """Return the names of the model's class and of its configuration's.
-
-    Raises ValueError if there is no such model.
-    """
-    if reason := why_no_model(shape):
-        raise ValueError(reason)
-    return ("Llama", "LlamaConfig") if shape.positions == "rotary" else ("GPT", "GPTConfig")
-
-
 def model_of(shape: ModelShape) -> nn.Module:
     """Return a model of that shape. Raises ValueError if there is none."""
-    model, config = model_text(shape)
-    return getattr(models, model)(getattr(models, config)(**config_of(shape)))
+    model, config = model_and_config(shape)
+    return getattr(models, model)(getattr(models, f"{model}Config")(**config))
 
 
-def config_of(shape: ModelShape) -> dict[str, Any]:
-    """Return the arguments of GPTConfig or LlamaConfig."""
-    found: dict[str, Any] = {
-        "vocabulary": shape.vocabulary,
-        "context": shape.time,
-        "layers": shape.layers,
-        "heads": shape.heads,
-        "width": shape.width,
-        "tied": shape.tied,
+def model_and_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """Return the model's class, "GPT" or "Llama", and the arguments of its configuration.
+
+    Raises ValueError if neither models.GPT nor models.Llama has this shape.
+    """
+    llama = shape.positions == "rotary"
+    names = {"vocabulary": "vocabulary", "context": "time", "layers": "layers"}
+    names |= {name: name for name in ("heads", "width", "tied")}
+    config: dict[str, Any] = {ours: getattr(shape, name) for ours, name in names.items()}
+    had: dict[str, tuple[Any, ...]] = {
+        "norm": ("rms" if llama else "layer",),
+        "gated": (llama,),
+        "biases": (not llama,),
     }
-    if shape.positions == "rotary":
-        found["kv_heads"] = shape.kv_heads or shape.heads
-        found["hidden"] = shape.feed_forward or 4 * shape.width
-    elif shape.experts:
-        found |= {"experts": shape.experts, "top_k": shape.top_k}
-    if shape.attention != "fused":
-        found["attention"] = shape.attention
-    if shape.dropout:
-        found["dropout"] = 0.1
-    return found
+    if llama:
+        model, had = "Llama", had | {"experts": (0,), "dropout": (False,)}
+        config |= {"kv_heads": shape.kv, "hidden": shape.inside}
+    else:
+        model = "GPT"
+        had |= {"kv_heads": (None, shape.heads), "feed_forward": (None, 4 * shape.width)}
+        config |= {"experts": shape.experts, "top_k": shape.top_k} if shape.experts else {}
+    for name, values in had.items():
+        if (value := getattr(shape, name)) not in values:
+            raise ValueError(
+                f"this package's {model} (positions={shape.positions!r}) has no {name}={value!r}: "
+                f"expected {' or '.join(map(repr, values))} to build and run it"
+            )
+    config |= {"attention": shape.attention} if shape.attention != "fused" else {}
+    return model, config | ({"dropout": 0.1} if shape.dropout else {})
 
 
 def why_no_model(shape: ModelShape) -> str | None:
     """Return why neither models.GPT nor models.Llama has this shape, or None if one does."""
-    of_llama = shape.positions == "rotary"
-    wanted: dict[str, tuple[Any, ...]] = {
-        "norm": ("rms",) if of_llama else ("layer",),
-        "gated": (of_llama,),
-        "biases": (not of_llama,),
-    }
-    if of_llama:
-        wanted |= {"experts": (0,), "dropout": (False,)}
-    else:
-        wanted |= {
-            "kv_heads": (None, shape.heads),
-            "feed_forward": (None, 4 * shape.width),
-        }
-    for name, values in wanted.items():
-        if getattr(shape, name) not in values:
-            model = "Llama (positions='rotary')" if of_llama else "GPT (positions='learned')"
-            return (
-                f"this package's {model} has no {name}={getattr(shape, name)!r}: expected "
-                f"{' or '.join(map(repr, values))} to build and run it"
-            )
+    try:
+        model_and_config(shape)
+    except ValueError as error:
+        return str(error)
     return None

@@ -1,89 +1,31 @@
 """p101.plan(model, gpus=1024): the layouts of a model on a cluster, fastest first.
 
-    plan = p101.plan("llama-3-70b", gpus=1024, device="H100")
-    plan                            # in a notebook: a picture; print(plan) shows tables
-    plan.best.seconds, plan.best.mfu, plan.best.memory[0].total
-    plan.best.call                  # the HybridTrainer that has this layout, as text
-    plan.why_not                    # what was refused, and why
-
-All layouts are ranked by a quick model (cost/step_time.py, cost/step_memory.py). Then the best few
-are run on virtual GPUs, by the trainer itself (simulated_step.py).
+plan = p101.plan("llama-3-70b", gpus=1024, device="H100")
+plan                            # in a notebook: a picture; print(plan) shows tables
+plan.best.seconds, plan.best.mfu, plan.best.memory[0].total
+plan.best.call                  # the HybridTrainer that has this layout, as text
+plan.why_not                    # what was refused, and why
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING, TRAINERS
-from parallel101.laboratory.planner.known_models import batch_of_model, shape_of_model
+from parallel101.laboratory.planner.known_models import BATCHES, shape_of_model
 from parallel101.laboratory.planner.layout_rules import KEYS, check_fixed
-from parallel101.laboratory.planner.planned_layout import RankedLayouts
-from parallel101.laboratory.planner.search import bar, search
-from parallel101.laboratory.planner.trainer_call import why_no_model
-from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
-
-if TYPE_CHECKING:
-    from parallel101.laboratory.viz.scene import Scene
+from parallel101.laboratory.planner.planned_layout import TrainingPlan
+from parallel101.laboratory.planner.search import search
 
 RINGS = {"fused": TRAINERS, "own": OWN_RING}
 BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
-
-
-@dataclass(frozen=True)
-class TrainingPlan(RankedLayouts):
-    """The best layouts, fastest first: with tables, a picture and JSON of them."""
-
-    def simulate(self, count: int = 3, progress: bool = True) -> TrainingPlan:
-        """Return the same plan, with the first `count` layouts run on virtual GPUs.
-
-        Layouts that can't be run say why in `not_simulated`. If this package has no model of that
-        shape, nothing is run.
-        """
-        if not count or why_no_model(self.shape):
-            return self
-        from parallel101.laboratory.planner.simulated_step import simulate_step
-
-        layouts = list(self.layouts)
-        for number, one in enumerate(bar(layouts[:count], "running on virtual GPUs", progress)):
-            try:
-                step = simulate_step(one.shape, one.layout, one.cluster)
-                layouts[number] = replace(one, simulated=step)
-            except (RankFailed, DeadlockError, LaunchTimeout) as error:
-                layouts[number] = replace(one, not_simulated=str(error).partition("\n")[0])
-        return replace(self, layouts=tuple(layouts))
-
-    def __str__(self) -> str:
-        from parallel101.laboratory.planner.plan_report import plan_text
-
-        return plan_text(self)
-
-    def picture(self) -> Scene:
-        """Return a still picture of the plan.
-
-        It shows where the time goes, what fills the memory, and who is on which node.
-        """
-        from parallel101.laboratory.planner.plan_picture import plan_scene
-
-        return plan_scene(self)
-
-    def _repr_html_(self) -> str:
-        return self.picture().html()
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write everything as JSON. Returns the path."""
-        from parallel101.laboratory.planner.plan_report import plan_json
-
-        path = Path(path)
-        path.write_text(plan_json(self), encoding="utf-8")
-        return path
 
 
 def plan(
@@ -154,22 +96,17 @@ def plan(
             raise ValueError(f"{what}={count!r}: expected a whole number, {least} or more")
     if ring not in RINGS:
         raise ValueError(f"ring={ring!r}: expected {' or '.join(map(repr, RINGS))}")
-    fixed = check_fixed({"precision": precision, **fixed_fields(layout)})
+    if not (layout is None or isinstance(layout, Mapping | ParallelLayout)):
+        raise ValueError(
+            f"layout={layout!r}: expected a dict of some of {', '.join(KEYS)}, or a ParallelLayout"
+        )
+    chosen = asdict(layout) if isinstance(layout, ParallelLayout) else layout or {}
+    fixed = check_fixed({"precision": precision, **chosen})
     batch, software = samples(shape, name, batch_tokens, fixed), RINGS[ring]
     found = search(
         shape, cluster, batch, fixed, top=top, every=every, software=software, progress=progress
     )
-    return TrainingPlan(**vars(found)).simulate(simulate, progress)
-
-
-def fixed_fields(layout: Mapping[str, Any] | ParallelLayout | None) -> dict[str, Any]:
-    if isinstance(layout, ParallelLayout):
-        return asdict(layout)
-    if layout is None or isinstance(layout, Mapping):
-        return dict(layout or {})
-    raise ValueError(
-        f"layout={layout!r}: expected a dict of some of {', '.join(KEYS)}, or a ParallelLayout"
-    )
+    return found.simulate(simulate, progress)
 
 
 def samples(
@@ -179,7 +116,8 @@ def samples(
     if batch_tokens is None:
         if {"dp", "microbatch", "microbatches"} <= set(fixed):
             return fixed["dp"] * fixed.get("ep", 1) * fixed["microbatch"] * fixed["microbatches"]
-        return batch_of_model(model) or 2 ** max((BATCH_TOKENS // shape.time).bit_length() - 1, 0)
+        known = BATCHES.get(model.casefold()) if isinstance(model, str) else None
+        return known or 2 ** max((BATCH_TOKENS // shape.time).bit_length() - 1, 0)
     if type(batch_tokens) is not int or batch_tokens < 1:
         raise ValueError(f"batch_tokens={batch_tokens!r}: expected a whole number, 1 or more")
     whole, rest = divmod(batch_tokens, shape.time)

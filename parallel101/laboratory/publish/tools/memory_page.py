@@ -65,7 +65,7 @@ def _gpu(chip: Chip) -> dict[str, float]:
     }
 
 
-SHAPES = {name: asdict(known.shape) for name, known in KNOWN_MODELS.items()}
+SHAPES = {name: asdict(shape) for name, shape in KNOWN_MODELS.items()}
 GIVEN = {  # what the script takes from Python's tables
     "constants": {
         "BUCKET": BUCKET,
@@ -99,7 +99,7 @@ def files() -> dict[str, str]:
 def memory_page() -> str:
     """Return the body of the page."""
     model, gpu, layout = START
-    (stage,) = step_memory(KNOWN_MODELS[model].shape, layout)  # the table has that one
+    (stage,) = step_memory(KNOWN_MODELS[model], layout)  # the table has that one
     schedules = zip(CHOICES["schedule"], ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-H2"))
     return render(
         "memory_page",
