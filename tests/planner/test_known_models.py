@@ -72,12 +72,14 @@ def test_a_wrong_file_is_an_error_in_words(words, tmp_path):
 
 
 def test_what_is_no_model_is_an_error_that_lists_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match="llama-3-70b, llama-3-405b, gpt3-175b; a JSON file"):
-        shape_of_model("llama-9")
-    for text in ("1,2,3", "12288,96,96,51200,2048,1", "a,b,c,d,e", "1.5,2,3,4,5"):
-        with pytest.raises(ValueError, match="h,L,a,V,s"):
-            shape_of_model(text)
-    with pytest.raises(ValueError, match="can't be read"):
-        shape_of_model(str(tmp_path / "missing.json"))
+    numbers = ("1,2,3", "12288,96,96,51200,2048,1", "a,b,c,d,e", "1.5,2,3,4,5")
+    for words, texts in {
+        "llama-3-70b, llama-3-405b, gpt3-175b; a JSON file": ("llama-9",),
+        "h,L,a,V,s": numbers,
+        "can't be read": (str(tmp_path / "missing.json"),),
+    }.items():
+        for text in texts:
+            with pytest.raises(ValueError, match=words):
+                shape_of_model(text)
     with pytest.raises(ValueError, match="attention='flash'"):
         shape_of_model("gpt3-175b", attention="flash")

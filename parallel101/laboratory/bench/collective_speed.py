@@ -13,8 +13,9 @@ time, and busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,36 +34,31 @@ ROUNDS = 5
 SECONDS = 0.12
 OURS, TORCHS, INSIDE = "ours", "torch", "torch in our ranks"
 # by operation: from algorithm bandwidth to bus bandwidth, with n ranks
-BUS = dict.fromkeys(
-    ("scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n
-)
-BUS |= {
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
+PARTS = "scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"
+BUS = dict.fromkeys(PARTS, lambda n: (n - 1) / n)
+BUS |= dict.fromkeys(("broadcast", "reduce"), lambda n: 1.0)
+BUS |= {"all_reduce": lambda n: 2 * (n - 1) / n}
+
+
+# torch's own function for what each rank passes to ours
+TORCHS_OWN: dict[str, Callable[..., Any]] = {
+    "broadcast": lambda x, n, first: dist.broadcast(x.clone() if first else torch.empty_like(x), 0),
+    "scatter": lambda x, n, first: dist.scatter(
+        x.new_empty(len(x) // n), list(x.chunk(n)) if first else None, 0
+    ),
+    "gather": lambda x, n, first: dist.gather(
+        x, list(x.new_empty(n * len(x)).chunk(n)) if first else None, 0
+    ),
+    "reduce": lambda x, n, first: dist.reduce(x.clone(), 0),
+    "all_gather": lambda x, n, first: dist.all_gather_single(x.new_empty(n * len(x)), x),
+    "reduce_scatter": lambda x, n, first: dist.reduce_scatter_single(x.new_empty(len(x) // n), x),
+    "all_reduce": lambda x, n, first: dist.all_reduce(x.clone()),
+    "all_to_all": lambda x, n, first: dist.all_to_all_single(torch.empty_like(x), x),
 }
 
 
 def torchs(operation: str, x: Tensor) -> None:
-    """Call torch's own function for what each rank passes to ours."""
-    n, first = dist.get_world_size(), dist.get_rank() == 0
-    match operation:
-        case "broadcast":
-            dist.broadcast(x.clone() if first else torch.empty_like(x), 0)
-        case "scatter":
-            dist.scatter(x.new_empty(len(x) // n), list(x.chunk(n)) if first else None, 0)
-        case "gather":
-            dist.gather(x, list(x.new_empty(n * len(x)).chunk(n)) if first else None, 0)
-        case "reduce":
-            dist.reduce(x.clone(), 0)
-        case "all_gather":
-            dist.all_gather_single(x.new_empty(n * len(x)), x)
-        case "reduce_scatter":
-            dist.reduce_scatter_single(x.new_empty(len(x) // n), x)
-        case "all_reduce":
-            dist.all_reduce(x.clone())
-        case "all_to_all":
-            dist.all_to_all_single(torch.empty_like(x), x)
+    TORCHS_OWN[operation](x, dist.get_world_size(), dist.get_rank() == 0)
 
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:

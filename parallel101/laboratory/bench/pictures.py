@@ -14,7 +14,8 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -198,31 +199,23 @@ def usable(
 # ---- in a notebook ----
 
 
-class Kernel:
-    """A fresh kernel, as a learner's notebook has it, which ends with the with block."""
+@contextmanager
+def fresh_kernel() -> Iterator[Callable[..., float]]:
+    """Start a kernel, as a learner's notebook has it, inside the with block.
 
-    def __enter__(self) -> Kernel:
-        self.manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-        # without encryption a new ipykernel warns at each start; an old one does not support it
-        self.manager.transport_encryption = "auto"
-        self.manager.start_kernel()
-        self.client = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-        return self
+    Yields a function that runs a cell and returns the seconds until its output with `shows` in the
+    HTML is here; without `shows`, until it has ended. It raises RuntimeError if the cell fails or
+    does not show that.
+    """
+    manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    # without encryption a new ipykernel warns at each start; an old one does not support it
+    manager.transport_encryption = "auto"
+    manager.start_kernel()
+    client = manager.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
 
-    def __exit__(self, *_: object) -> None:
-        self.client.stop_channels()
-        self.manager.shutdown_kernel()
-
-    def seconds(self, cell: str, *, shows: str = "") -> float:
-        """Run a cell.
-
-        Returns the seconds until its output with `shows` in the HTML is here; without `shows`,
-        until it has ended.
-
-        Raises RuntimeError if the cell fails or does not show that.
-        """
+    def seconds(cell: str, shows: str = "") -> float:
         seen: list[float] = []
         began = time.perf_counter()
 
@@ -230,34 +223,38 @@ class Kernel:
             if shows and shows in message["content"].get("data", {}).get("text/html", ""):
                 seen.append(time.perf_counter() - began)
 
-        reply = self.client.execute_interactive(cell, timeout=120, output_hook=look)
+        reply = client.execute_interactive(cell, timeout=120, output_hook=look)
         ended = time.perf_counter() - began
-        if reply["content"]["status"] != "ok":
-            lines = ["a cell of the benchmark failed:", cell]
-            raise RuntimeError("\n".join(lines + reply["content"].get("traceback", [])))
-        if shows and not seen:
-            raise RuntimeError(f"a cell of the benchmark did not show {shows}:\n{cell}")
+        if reply["content"]["status"] != "ok" or (shows and not seen):
+            lines = reply["content"].get("traceback", [f"it did not show {shows}"])
+            raise RuntimeError("\n".join(["a cell of the benchmark failed:", cell, *lines]))
         return seen[-1] if shows else ended
+
+    try:
+        yield seconds
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
 
 
 def notebook_rows(kernels: int) -> Iterator[TableRow]:
     """Run the cells of a learner in fresh kernels: in one go, and with time to read in between."""
     imports, first, read, alone, after, next_, launched, changed = ([] for _ in range(8))
     for _ in range(kernels):
-        with Kernel() as kernel:
-            imports.append(kernel.seconds(IMPORTS))
-            first.append(kernel.seconds(WATCH, shows="<figure"))
+        with fresh_kernel() as seconds_of:
+            imports.append(seconds_of(IMPORTS))
+            first.append(seconds_of(WATCH, "<figure"))
             for _ in range(5):
-                next_.append(kernel.seconds(WATCH, shows="<figure"))
-                launched.append(kernel.seconds(LAUNCH))
-            kernel.seconds(EXPLORE, shows="<figure")
-            changed += [kernel.seconds(CHANGE.format(numbers)) for numbers in (12, 16, 20, 24, 28)]
-        with Kernel() as kernel:
-            kernel.seconds(IMPORTS)
+                next_.append(seconds_of(WATCH, "<figure"))
+                launched.append(seconds_of(LAUNCH))
+            seconds_of(EXPLORE, "<figure")
+            changed += [seconds_of(CHANGE.format(numbers)) for numbers in (12, 16, 20, 24, 28)]
+        with fresh_kernel() as seconds_of:
+            seconds_of(IMPORTS)
             time.sleep(READING)
-            read.append(kernel.seconds(WATCH, shows="<figure"))
-        with Kernel() as kernel:  # the kernel and the fork server import torch at the same time
-            alone.append(kernel.seconds(f"import parallel101 as p101\n\n{WATCH}", shows="<figure"))
+            read.append(seconds_of(WATCH, "<figure"))
+        with fresh_kernel() as seconds_of:  # it and the fork server import torch at the same time
+            alone.append(seconds_of(f"import parallel101 as p101\n\n{WATCH}", "<figure"))
         after.append(time_spawn("gloo"))
     whole = [a + b for a, b in zip(imports, first)]
     for what, seconds in {

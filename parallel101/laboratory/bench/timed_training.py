@@ -71,6 +71,13 @@ def alone(model: nn.Module, loss_fn: Callable[..., Tensor] = mse_loss) -> Traini
     return step
 
 
+def ours(trainer: Callable[..., Any], **options: Any) -> StepOf:
+    """Return the step of one of our trainers."""
+    return lambda model: trainer(model, mse_loss, adamw, verify=False, **options).step
+
+
+pipeline = partial(ours, p101.PipelineTrainer, microbatches=MICROBATCHES)
+
 # ---- data: each rank has its share of the samples ----
 
 
@@ -86,16 +93,6 @@ def fsdp(model: nn.Module) -> TrainingStep:
             fully_shard(layer)
     fully_shard(model)
     return alone(model)
-
-
-def data_parallel(model: nn.Module) -> TrainingStep:
-    return p101.DataParallelTrainer(model, mse_loss, adamw, verify=False).step
-
-
-def sharded(zero_stage: int) -> StepOf:
-    return lambda model: (
-        p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage, verify=False).step
-    )
 
 
 # ---- tensor: each rank has a part of each layer, and the whole batch ----
@@ -115,10 +112,6 @@ def dtensor(model: nn.Module) -> TrainingStep:
         name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linears)
     }
     return alone(parallelize_module(model, mesh, plan))
-
-
-def tensor_parallel(model: nn.Module) -> TrainingStep:
-    return p101.TensorParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
 # ---- pipeline: each rank has a part of the layers; its first rank reads the inputs, its last one
@@ -164,31 +157,32 @@ def torchs_pipeline(schedule: str, chunks: int = 1) -> StepOf:
     return step_of
 
 
-def pipeline(schedule: str, chunks: int = 1) -> StepOf:
-    options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "chunks": chunks}
-    return lambda model: p101.PipelineTrainer(model, mse_loss, adamw, verify=False, **options).step
-
-
 MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
 # by kind: in a table of data, each rank trains on its share of the batch
 SIDES: dict[str, dict[str, StepOf]] = {
     "data": {
         "no communication": alone,
         "torch DDP": ddp,
-        "DataParallelTrainer": data_parallel,
+        "DataParallelTrainer": ours(p101.DataParallelTrainer),
         "torch FSDP2": fsdp,
-        **{f"ShardedTrainer, ZeRO stage {stage}": sharded(stage) for stage in (1, 2, 3)},
+        **{
+            f"ShardedTrainer, ZeRO stage {stage}": ours(p101.ShardedTrainer, zero_stage=stage)
+            for stage in (1, 2, 3)
+        },
     },
-    "tensor": {"torch DTensor": dtensor, "TensorParallelTrainer": tensor_parallel},
+    "tensor": {
+        "torch DTensor": dtensor,
+        "TensorParallelTrainer": ours(p101.TensorParallelTrainer),
+    },
     "pipeline": {
         "torch GPipe": torchs_pipeline("GPipe"),
-        "PipelineTrainer, gpipe": pipeline("gpipe"),
+        "PipelineTrainer, gpipe": pipeline(schedule="gpipe"),
         "torch 1F1B": torchs_pipeline("1F1B"),
-        "PipelineTrainer, 1f1b": pipeline("1f1b"),
+        "PipelineTrainer, 1f1b": pipeline(schedule="1f1b"),
         "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline("Interleaved1F1B", chunks=2),
-        "PipelineTrainer, interleaved, 2 stages a rank": pipeline("interleaved", chunks=2),
-        "PipelineTrainer, zb-h1": pipeline("zb-h1"),
-        "PipelineTrainer, zb-h2": pipeline("zb-h2"),
+        "PipelineTrainer, interleaved, 2 stages a rank": pipeline(schedule="interleaved", chunks=2),
+        "PipelineTrainer, zb-h1": pipeline(schedule="zb-h1"),
+        "PipelineTrainer, zb-h2": pipeline(schedule="zb-h2"),
     },
 }
 
