@@ -126,22 +126,23 @@ FOLDED: dict[tuple[str, str], Callable[[int, int, int, int], tuple[int, int, int
 # On rings: steps, …, path by operation and algorithm, where they differ from those on a switch.
 # None: there is no simple form, because the cost depends on the order in which messages of several
 # rounds reach a link. Counted from the code, like the forms with ⌈⌉ above.
-RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, ...] | None] | None]] = {
+OnRing = Callable[..., tuple[int, ...] | None] | None
+DIRECT = [("all_gather", "direct"), ("all_to_all", "direct")]
+PAIRWISE = [*DIRECT, ("all_to_all", "pairwise")]
+MIXED = [("all_gather", "recursive_doubling"), ("all_reduce", "recursive_doubling")]
+MIXED += [("all_to_all", "bruck"), ("barrier", "dissemination")]
+RINGS: dict[str, dict[tuple[str, str], OnRing]] = {
     "ring": {
-        ("broadcast", "flat"): lambda p, n, b: alike(
-            p // 2, n
-        ),  # the root's two links work at once
-        ("scatter", "flat"): lambda p, n, b: alike(p // 2, b),
-        ("gather", "flat"): lambda p, n, b: alike(p // 2, b),
-        ("all_gather", "direct"): lambda p, n, b: alike(all_pairs(p), b),
-        ("all_gather", "bidirectional_ring"): lambda p, n, b: alike(p // 2, b),
-        ("all_gather", "recursive_doubling"): None,
-        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b, load) if power_of_two(p) else None,
-        ("all_reduce", "recursive_doubling"): None,
-        ("all_to_all", "direct"): lambda p, n, b: alike(all_pairs(p), b),
+        # the root's two links work at once
+        ("broadcast", "flat"): lambda p, n, b: alike(p // 2, n),
+        **dict.fromkeys(
+            [("scatter", "flat"), ("gather", "flat"), ("all_gather", "bidirectional_ring")],
+            lambda p, n, b: alike(p // 2, b),
+        ),
+        **dict.fromkeys(DIRECT, lambda p, n, b: alike(all_pairs(p), b)),
         ("all_to_all", "pairwise"): lambda p, n, b: alike(sum(load(d, p) for d in range(1, p)), b),
-        ("all_to_all", "bruck"): None,
-        ("barrier", "dissemination"): None,
+        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b, load) if power_of_two(p) else None,
+        **dict.fromkeys(MIXED, None),
     },
     "one_way_ring": {  # to a rank d places to the left it is p − d to the right
         ("gather", "binomial"): lambda p, n, b: (p - 1, ones(p) * b),
@@ -151,7 +152,7 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, ...] | None] | N
             (p - 1) * n,
         ),
         ("reduce", "reduce_scatter_gather"): lambda p, n, b: (2 * (p - 1), (p - 1 + ones(p)) * b),
-        ("all_gather", "direct"): lambda p, n, b: alike(p * (p - 1) // 2, b),
+        **dict.fromkeys(PAIRWISE, lambda p, n, b: alike(p * (p - 1) // 2, b)),
         ("all_gather", "bidirectional_ring"): lambda p, n, b: alike(
             p // 2 + (p - 1) // 2 * (p - 1), b
         ),
@@ -163,8 +164,6 @@ RINGS: dict[str, dict[tuple[str, str], Callable[..., tuple[int, ...] | None] | N
         ("all_reduce", "recursive_doubling"): lambda p, n, b: (
             alike(p * lg_up(p) // 2, n) if power_of_two(p) else None
         ),
-        ("all_to_all", "direct"): lambda p, n, b: alike(p * (p - 1) // 2, b),
-        ("all_to_all", "pairwise"): lambda p, n, b: alike(p * (p - 1) // 2, b),
         ("all_to_all", "bruck"): lambda p, n, b: ((1 << lg_up(p)) - 1, p * (p - 1) // 2 * b),
         ("barrier", "dissemination"): lambda p, n, b: alike((1 << lg_up(p)) - 1, 1),
     },
@@ -251,15 +250,11 @@ def ring_cost(operation: str, p: int, nbytes: float) -> Cost:
     all-reduce "ring"; of gather, scatter and all-to-all as many steps and bytes as an all-gather;
     of broadcast and reduce a chain in very small pieces; of a barrier the all-reduce of nothing.
     """
-    if p == 1:
-        return Cost(0, 0, 0)
-    path = (p - 1) * (nbytes / p)
-    if operation in ("broadcast", "reduce"):
-        return Cost(p - 1, nbytes, nbytes)  # type: ignore[arg-type]
-    if operation == "barrier":
-        return Cost(2 * (p - 1), 0, 0)
-    passes = 2 if operation == "all_reduce" else 1
-    return Cost(passes * (p - 1), passes * path, passes * path)  # type: ignore[arg-type]
+    passes = 2 if operation in ("all_reduce", "barrier") else 1
+    path: Any = passes * (p - 1) * (nbytes / p)
+    if operation in ("broadcast", "reduce", "barrier"):
+        path = nbytes if operation != "barrier" else 0
+    return Cost(passes * (p - 1), path, path) if p > 1 else Cost(0, 0, 0)
 
 
 def lg_up(p: int) -> int:

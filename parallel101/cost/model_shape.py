@@ -93,16 +93,12 @@ class ModelShape:
         check_whole(self, "width", "layers", "heads", "vocabulary", "time")
         optional = ("kv_heads", "feed_forward")
         check_whole(self, *(name for name in optional if getattr(self, name) is not None))
-        if self.width % self.heads:
-            raise ValueError(
-                f"width={self.width} isn't a multiple of heads={self.heads}: expected as many "
-                "features for every head"
-            )
-        if self.heads % self.kv:
-            raise ValueError(
-                f"heads={self.heads} isn't a multiple of kv_heads={self.kv}: expected as many "
-                "heads for each pair of key and value"
-            )
+        for of, whole, part, equal in (
+            ("width", self.width, "heads", self.heads),
+            ("heads", self.heads, "kv_heads", self.kv),
+        ):
+            if whole % equal:
+                raise ValueError(f"{of}={whole} isn't a multiple of {part}={equal}: expected one")
         check_known(self, KNOWN)
         if type(self.experts) is not int or self.experts < 0:
             raise ValueError(f"experts={self.experts!r}: expected a whole number, 0 for none")

@@ -92,8 +92,9 @@ def test_tflops_give_the_same_seconds(tmp_path):
 
 
 def test_columns_by_other_names_and_columns_that_say_how_it_was_trained(tmp_path):
-    head = "\ufeff# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
-    head += "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
+    head = "\ufeff# GPUs,global batch,micro batch,hidden size,attention heads,# layers,"
+    head += "sequence length,tensor parallelism,data parallelism,pipeline parallelism,"
+    head += "iteration time (ms)"
     text = f"{head}\r\n64,512,4,3072,32,30,2048,2,32,1,5000\r\n\r\n"
     (run,) = read_runs(table(tmp_path, text, encoding="utf-8", newline=""))
     assert run.software is MEGATRON_2021 and run.layout.recompute == "full"
