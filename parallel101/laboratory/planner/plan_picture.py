@@ -13,7 +13,7 @@ from __future__ import annotations
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.step_memory import PARTS
 from parallel101.laboratory.planner.plan_report import gpus_words, model_words
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, TrainingPlan
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text, layout_words
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds, listed
 from parallel101.laboratory.viz.scene import PHONE, Node, Scene
@@ -38,7 +38,7 @@ STYLE = (
 )
 
 
-def plan_scene(plan: TrainingPlan) -> Scene:
+def plan_scene(plan: RankedLayouts) -> Scene:
     """Draw a plan as a still Scene."""
     best = plan.best
     scene = Scene(960, 100, f"{model_words(plan)} on {gpus_words(plan)}")
@@ -63,7 +63,7 @@ def plan_scene(plan: TrainingPlan) -> Scene:
 # ── time ──
 
 
-def _times(scene: Scene, plan: TrainingPlan, y: float, lower: int) -> tuple[float, int]:
+def _times(scene: Scene, plan: RankedLayouts, y: float, lower: int) -> tuple[float, int]:
     """Draw the bars of the best layouts, and return where they end."""
     shown = list(plan)[:MOST_BARS]
     names = [n for n in shown[0].parts if any(of.parts[n] > 0.001 * of.seconds for of in shown)]

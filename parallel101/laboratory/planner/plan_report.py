@@ -11,7 +11,7 @@ from typing import Any
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.layout_rules import AXES
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, TrainingPlan
+from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
 from parallel101.laboratory.planner.search import layout_text
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
@@ -38,7 +38,7 @@ NOT_MODELLED = {
 # ── text ──
 
 
-def quick_text(plan: TrainingPlan) -> str:
+def quick_text(plan: RankedLayouts) -> str:
     """Return the tables of the quick model, for a terminal of about 130 columns."""
     best = plan.best
     reason = why_no_model(best.shape)
@@ -63,7 +63,7 @@ def quick_text(plan: TrainingPlan) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def simulated_text(plan: TrainingPlan) -> str:
+def simulated_text(plan: RankedLayouts) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     rows, seconds, failed = [], {}, []
     for number, of in enumerate(plan, 1):
@@ -85,7 +85,7 @@ def simulated_text(plan: TrainingPlan) -> str:
     return "".join(f"\n{part}\n" for part in [table] * bool(rows) + failed)
 
 
-def heading(plan: TrainingPlan) -> str:
+def heading(plan: RankedLayouts) -> str:
     """Return the model, the cluster and the batch, in two lines."""
     shape, cluster = plan.shape, plan.cluster
     count, nodes = shape.parameters, cluster.gpus / cluster.nodes_of
@@ -100,11 +100,11 @@ def heading(plan: TrainingPlan) -> str:
     )
 
 
-def model_words(plan: TrainingPlan) -> str:
+def model_words(plan: RankedLayouts) -> str:
     return plan.shape.name or "The model"
 
 
-def gpus_words(plan: TrainingPlan) -> str:
+def gpus_words(plan: RankedLayouts) -> str:
     return f"{plan.cluster.gpus:,} {plan.cluster.chip.name}{'s' * (plan.cluster.gpus > 1)}"
 
 
@@ -126,7 +126,7 @@ COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
 USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
 
 
-def layouts_table(plan: TrainingPlan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     columns = {axis: [str(getattr(of.layout, axis)) for of in plan] for axis in AXES}
     columns |= {name: [text(of) for of in plan] for name, text in COLUMNS.items()}
@@ -149,7 +149,7 @@ def layouts_table(plan: TrainingPlan) -> TextTable:
     )
 
 
-def ring_note(plan: TrainingPlan) -> str:
+def ring_note(plan: RankedLayouts) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -195,7 +195,7 @@ def memory_table(of: PlannedLayout) -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: TrainingPlan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {

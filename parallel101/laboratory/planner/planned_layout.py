@@ -1,16 +1,10 @@
-"""A plan: the best layouts, what each costs, and why others were refused.
-
-All layouts are ranked by a quick model (cost/step_time.py, cost/step_memory.py). Then the best few
-are run on virtual GPUs, by the trainer itself (simulated_step.py).
-"""
+"""A plan: the best layouts, what each costs, and why others were refused."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -21,12 +15,10 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING
 from parallel101.cost.step_memory import StageMemory
 from parallel101.cost.step_time import StepTime, step_time
-from parallel101.laboratory.planner.trainer_call import build_trainer, call_text, why_no_model
-from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
+from parallel101.laboratory.planner.trainer_call import build_trainer, call_text
 
 if TYPE_CHECKING:
     from parallel101.laboratory.planner.simulated_step import SimulatedStep
-    from parallel101.laboratory.viz.scene import Scene
 
 
 def most_of(memory: tuple[StageMemory, ...]) -> float:
@@ -131,9 +123,8 @@ class WhyNot:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
-    """The best layouts, fastest first, with tables, a picture and JSON of them. They can be indexed
-    and iterated over.
+class RankedLayouts:
+    """The best layouts, fastest first. They can be indexed and iterated over.
 
     Attributes:
         shape, cluster, batch: what was planned for; batch in samples.
@@ -163,50 +154,6 @@ class TrainingPlan:
 
     def __len__(self) -> int:
         return len(self.layouts)
-
-    def simulate(self, count: int = 3, progress: bool = True) -> TrainingPlan:
-        """Return the same plan, with the first `count` layouts run on virtual GPUs.
-
-        Layouts that can't be run say why in `not_simulated`. If this package has no model of that
-        shape, nothing is run.
-        """
-        if not count or why_no_model(self.shape):
-            return self
-        from parallel101.laboratory.planner.simulated_step import simulate_step
-
-        layouts = list(self.layouts)
-        for number, one in enumerate(bar(layouts[:count], "running on virtual GPUs", progress)):
-            try:
-                step = simulate_step(one.shape, one.layout, one.cluster)
-                layouts[number] = replace(one, simulated=step)
-            except (RankFailed, DeadlockError, LaunchTimeout) as error:
-                layouts[number] = replace(one, not_simulated=str(error).partition("\n")[0])
-        return replace(self, layouts=tuple(layouts))
-
-    def __str__(self) -> str:
-        from parallel101.laboratory.planner import plan_report
-
-        return plan_report.quick_text(self) + plan_report.simulated_text(self)
-
-    def picture(self) -> Scene:
-        """Return a still picture of the plan.
-
-        It shows where the time goes, what fills the memory, and who is on which node.
-        """
-        from parallel101.laboratory.planner.plan_picture import plan_scene
-
-        return plan_scene(self)
-
-    def _repr_html_(self) -> str:
-        return self.picture().html()
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write everything as JSON. Returns the path."""
-        from parallel101.laboratory.planner.plan_report import plan_json
-
-        path = Path(path)
-        path.write_text(plan_json(self), encoding="utf-8")
-        return path
 
 
 def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:

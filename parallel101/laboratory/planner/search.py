@@ -29,7 +29,7 @@ from parallel101.laboratory.planner.layout_rules import (
 )
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    TrainingPlan,
+    RankedLayouts,
     WhyNot,
     bar,
     most_of,
@@ -57,7 +57,7 @@ def search(
     every: bool = False,
     software: Software = TRAINERS,
     progress: bool = True,
-) -> TrainingPlan:
+) -> RankedLayouts:
     """Return the `top` fastest layouts that fit, one of each mesh, and why others were refused.
 
     All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
@@ -105,7 +105,7 @@ def search(
         why_not.append(WhyNot(reason, len(too_large), "layouts", smallest.layout))
     layouts = sorted(best.values(), key=lambda one: (one.seconds, one.most))[:top]
     chosen = {key: value for key, value in fixed.items() if key != "precision"}
-    plan = TrainingPlan(shape, cluster, batch, tuple(layouts), len(timed), tuple(why_not), chosen)
+    plan = RankedLayouts(shape, cluster, batch, tuple(layouts), len(timed), tuple(why_not), chosen)
     if not layouts:
         raise nothing_fits(plan, smallest)
     return plan
@@ -121,7 +121,7 @@ def counted(refused: Refusals, of: str) -> list[WhyNot]:
 # ── if nothing fits ──
 
 
-def nothing_fits(plan: TrainingPlan, smallest: PlannedLayout | None) -> NoLayoutError:
+def nothing_fits(plan: RankedLayouts, smallest: PlannedLayout | None) -> NoLayoutError:
     """Return the error that says what is missing, and how many GPUs would do.
 
     Args: smallest: the layout that needs the least memory, if there is one.
