@@ -98,10 +98,9 @@ def kept_of(of: LayerShape, *, regather: bool, cpu: bool = False) -> dict[str, f
         sequence_parallel=of.sequence_parallel,
     )
     for name in ("heads", "time") if of.sequence_parallel else ("heads",):
-        if getattr(of, name) % of.ranks:
+        if (size := getattr(of, name)) % of.ranks:
             raise ValueError(
-                f"{name}={getattr(of, name)} can't be cut over {of.ranks} ranks: expected a "
-                "multiple"
+                f"{name}={size} can't be cut over {of.ranks} ranks: expected a multiple"
             )
     kept = layer_kept(shape, layout, regather=regather, cpu=cpu)
     if of.recompute == "full":

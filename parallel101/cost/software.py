@@ -104,14 +104,12 @@ MEGATRON_2021 = Software(
     host=10e-6,
 )
 # the class LinearWithGradAccumulationAndAsyncCommunication in megatron/model/ or core/
-MEGATRON_2022 = Software(
-    "Megatron-LM of 2022, with sequence parallel",
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
+    name="Megatron-LM of 2022, with sequence parallel",
     tp_overlap="column",
     dp_overlap=False,
-    scatter_gather=True,
     accumulation="fused",
-    contention=CONTENTION,
-    host=10e-6,
 )
 # https://github.com/VIA-Research/vTrain, src/: kernels of one layer with torch's profiler around
 # them, a vocabulary of 50257 that isn't padded, Adam without clipping on 16-bit weights

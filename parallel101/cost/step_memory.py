@@ -150,9 +150,6 @@ class _RankMemory:
         self.bucket = min(BUCKET / e, count / (4 if zero else 2)) if of.ranks > 1 else 0.0
         if zero == 3:
             self.bucket = max(self.of_layer, (of.first or of.last) * self.of_embedding)
-        self.tied = 0.0  # summed over two stages
-        if shape.tied and layout.pp > 1 and (of.first or of.last):
-            self.tied = (10 if mixed else 2.5 * g) * self.table
 
     def memory(self) -> StageMemory:
         """Return the bytes at the moment when they are most."""
@@ -175,12 +172,11 @@ class _RankMemory:
         if warm_up == many:  # the first backward has all of them, the second one fewer
             fewer = waiting * (1 - 1 / many) + earlier
             at_once, earlier = max((waiting, 0.0), (fewer, earlier))
-        update = (0.0 if self.room else self.gradients) + self.in_32_bits + self.tied
-        moments = {
-            "backward": at_once + self.backward(),
-            "gradients": self.travelling(),
-            "optimizer": update,
-        }
+        update = (0.0 if self.room else self.gradients) + self.in_32_bits
+        if self.shape.tied and layout.pp > 1 and (of.first or of.last):  # summed over two stages
+            update += (10 if layout.precision.endswith("mixed") else 2.5 * g) * self.table
+        backward, gradients = at_once + self.backward(), self.travelling()
+        moments = {"backward": backward, "gradients": gradients, "optimizer": update}
         if of.last:
             moments["loss"] = at_once + self.loss()
         moment = max(moments, key=lambda name: moments[name])
