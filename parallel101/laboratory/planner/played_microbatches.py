@@ -53,8 +53,7 @@ class Tape:
         events: messages and waits, each after so many seconds of computing.
         rest, seconds: after the last event, and altogether.
         links: which its messages held.
-        unwaited, waits_for_others: how many messages it did not wait for; whether it waited for
-            those of other actions.
+        open: how many messages it did not wait for, and how often it waited for other actions'.
         live, peak: bytes by which it changed what is alive, and the most that it had besides.
         counts: what it added to the GPU's flops, busy and kernels.
         sent: what it made for another stage: shape and dtype; None: nothing.
@@ -65,8 +64,7 @@ class Tape:
     rest: float = 0.0
     seconds: float = 0.0
     links: set[int] = field(default_factory=set)
-    unwaited: int = 0
-    waits_for_others: bool = False
+    open: int = 0
     live: int = 0
     peak: int = 0
     counts: Sequence[float] = ()
@@ -103,7 +101,7 @@ class TapeRecorder:
             action before). A forward's way is the action before it.
         works: the last messages of each action's tapes, recorded or played, in order; posted: how
             many there have been.
-        loose: those posted by played tapes, which no real action knows of.
+        loose: those that played tapes have posted and not waited for: no real action knows of them.
         outside: the links of messages that are on no tape that is played.
         tape, key: that is being recorded, and its action.
     """
@@ -182,7 +180,7 @@ class TapeRecorder:
 
         self.note(post_again)
         self.tape.links |= links
-        self.tape.unwaited += 1
+        self.tape.open += 1
         work = TapedWork(self, self.keep(key, post(tensors, *to)))
         self.at = self.rank.now()
         return work
@@ -204,11 +202,8 @@ class TapeRecorder:
             key, back = message.key, message.number - self.posted[message.key]
             if not message.work.waited:  # a played tape may have waited for it
                 self.note(lambda: wait_once(self.works[key][back]))
-            if message.tape is self.tape:
-                self.tape.unwaited -= 1
-                message.tape = None
-            else:
-                self.tape.waits_for_others = True
+            self.tape.open += -1 if message.tape is self.tape else 1
+            message.tape = None
         wait_once(message.work)
         self.at = self.rank.now()
         return True
@@ -254,11 +249,12 @@ class TapeRecorder:
         gpu.peak = max(gpu.peak, gpu.live + tape.peak)
         counts: Any = map(sum, zip(self.counts(), tape.counts))
         gpu.flops, gpu.busy, gpu.kernels = counts
-        if tape.unwaited or tape.waits_for_others or tape.links & self.outside:
+        if tape.open or tape.links & self.outside:
             for after, event in tape.events:
                 rank.compute(after)
                 event()
             rank.compute(tape.rest)
+            self.loose[key] = [work for work in self.loose[key] if not work.waited]
         else:
             rank.compute(tape.seconds)
         self.before = key
