@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from parallel101.cost.closed_forms import Cost, all_pairs
+from parallel101.cost.closed_forms import Cost, all_pairs, closed_form
 
 ON_A_TORUS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
@@ -136,14 +136,10 @@ def two_level_form(shape: Sequence[int], nbytes: int, rails: int = 1) -> TwoLeve
     nodes, ranks = shape
     if not 1 <= rails <= ranks:
         raise ValueError(f"rails={rails}: expected 1 to {ranks}, the ranks of a node")
-    share, on_a_rail = nbytes // ranks, -(-ranks // rails)
-    inside = Cost(2 * (ranks - 1), 2 * (ranks - 1) * share, 2 * (ranks - 1) * share)
-    across = Cost(
-        2 * (nodes - 1) * on_a_rail,
-        2 * (nodes - 1) * share // nodes,
-        2 * (nodes - 1) * share // nodes * on_a_rail,
-    )
-    return TwoLevelCost(inside, across) if nbytes else TwoLevelCost(Cost(0, 0, 0), Cost(0, 0, 0))
+    inside = closed_form("all_reduce", "ring", ranks, nbytes)
+    steps, sent, path = closed_form("all_reduce", "ring", nodes, nbytes // ranks)
+    on_a_rail = -(-ranks // rails)
+    return TwoLevelCost(inside, Cost(steps * on_a_rail, sent, path * on_a_rail))
 
 
 # ── attention over a time axis that is cut ──

@@ -141,34 +141,22 @@ def test_the_call_builds_the_trainer_and_it_trains(name):
     shape, fixed = LAYOUTS[name]
     best = planned(shape, gpus=4, batch_tokens=4 * shape.time, layout=fixed).best
 
-    def program(text):
-        names = {}
-        exec(text, names)
-        tokens = torch.zeros(best.layout.batch, shape.time, dtype=torch.long)
-        trainer = names["trainer"]
-        trainer.step(*trainer.share((tokens, tokens)))
-        return dict(trainer.axes.sizes)
-
-    run = p101.launch(program, best.call, world_size=4, backend="sim", device="H100")
-    sizes = {axis: size for axis, size in run.results[0].items() if size > 1}
-    assert sizes == {axis: n for axis, n in fixed.items() if axis in ("dp", "tp", "pp", "cp", "ep")}
-
-
-def test_trainer_is_the_same_and_needs_its_number_of_ranks():
-    best = planned(LLAMA, layout={"tp": 2, "pp": 2}, gpus=4).best
-
     def program():
-        model, loss_fn = model_of(LLAMA), p101.vocabulary_cross_entropy
-        try:
-            trainer = best.trainer(model, loss_fn, torch.optim.AdamW, clip_norm=1.0)
-        except ValueError as error:
-            return str(error)
-        return trainer.axes.sizes, trainer.clip_norm
+        names = {}
+        exec(best.call, names)
+        trainer, tokens = names["trainer"], torch.zeros(best.layout.batch, shape.time).long()
+        trainer.step(*trainer.share((tokens, tokens)))
+        same = best.trainer(model_of(shape), trainer.loss_fn, torch.optim.AdamW, clip_norm=1.0)
+        return [*(dict(one.axes.sizes) for one in (trainer, same)), same.clip_norm]
 
-    four = p101.launch(program, world_size=4, backend="sim", device="H100").results
-    assert four == [({"pp": 2, "dp": 1, "tp": 2}, 1.0)] * 4
-    two = p101.launch(program, world_size=2, backend="sim", device="H100").results
-    assert all("for 4 GPUs, and there are 2 ranks" in text for text in two)
+    run = p101.launch(program, world_size=4, backend="sim", device="H100")
+    *both, clip_norm = run.results[0]
+    expected = {axis: n for axis, n in fixed.items() if axis in ("dp", "tp", "pp", "cp", "ep")}
+    for sizes in both:
+        assert {axis: size for axis, size in sizes.items() if size > 1} == expected
+    assert clip_norm == 1.0
+    with pytest.raises(ValueError, match="for 4 GPUs, and there are 1 ranks"):
+        best.trainer(None, None, None)
 
 
 def test_long_sequences_are_cut_along_cp_with_a_fused_ring_or_the_trainers_own():
