@@ -93,12 +93,13 @@ class ModelShape:
         check_whole(self, "width", "layers", "heads", "vocabulary", "time")
         optional = ("kv_heads", "feed_forward")
         check_whole(self, *(name for name in optional if getattr(self, name) is not None))
-        for of, whole, part, equal in (
-            ("width", self.width, "heads", self.heads),
-            ("heads", self.heads, "kv_heads", self.kv),
+        for of, whole, part, equal, words in (
+            ("width", self.width, "heads", self.heads, "features for every head"),
+            ("heads", self.heads, "kv_heads", self.kv, "heads for each pair of key and value"),
         ):
             if whole % equal:
-                raise ValueError(f"{of}={whole} isn't a multiple of {part}={equal}: expected one")
+                expected = f"isn't a multiple of {part}={equal}: expected as many {words}"
+                raise ValueError(f"{of}={whole} {expected}")
         check_known(self, KNOWN)
         if type(self.experts) is not int or self.experts < 0:
             raise ValueError(f"experts={self.experts!r}: expected a whole number, 0 for none")
