@@ -101,12 +101,12 @@ def test_the_bubble_is_that_of_the_paper():
 def test_a_rank_waits_as_long_as_in_the_schedule(name):
     chunks = 2 if name == "interleaved" else 1
     layout = ParallelLayout(pp=4, microbatches=12, schedule=name, chunks=chunks)
-    one = Seconds(memory=1.0, matmul=1.0), Seconds(matmul=2.0)  # B and W of one second
+    one = Seconds(memory=1.0, matmul=2.0), Seconds(matmul=2.0)  # B and W of one second
     times = p101.schedule(name, stages=4, microbatches=12, chunks=chunks).time(
-        forward=2 / chunks, input_grad=1 / chunks, weight_grad=1 / chunks
+        forward=3 / chunks, input_grad=1 / chunks, weight_grad=1 / chunks
     )
-    waits = times.makespan - 12 * 4  # all ranks' steps start and end together
-    assert bubble_seconds(layout, 3 * 4.0, one) == pytest.approx(waits)
+    waits = times.makespan - 12 * 5.0  # all ranks' steps start and end together
+    assert bubble_seconds(layout, 3 * 5.0, one) == pytest.approx(waits)
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
