@@ -80,9 +80,7 @@ def decimal(value: float, unit: str) -> str:
     return f"{value / 1e-9:.3g} n{unit}" if value else f"0 {unit}"
 
 
-def all_gather(
-    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
-) -> Time:
+def all_gather(nbytes: float, axes: int | Sequence[int], chip: str | Chip) -> Time:
     """Return the time of gathering an array of `nbytes` bytes over mesh axes of these lengths.
 
     Args:
@@ -91,29 +89,24 @@ def all_gather(
         axes: the lengths of the axes, or of the one axis. TPU: each is an axis of the torus. GPU:
             the last is inside the node, the one before it counts nodes, the one before that groups
             of nodes: (8,) is one node of eight, (32, 8) is 32 of them.
-        chip: a name in `CHIPS`, or a `Chip`.
-        wraparound: TPU: whether the axes are rings. Default: by the rule of the chip, such as "a
-            multiple of 16" on TPU v5e.
+        chip: a name in `CHIPS`, or a `Chip`. Which axes of a TPU are rings follows from its links,
+            such as "a multiple of 16" on TPU v5e; a copy of the chip may have others.
 
     Raises ValueError for an unknown chip, sizes below 1, negative bytes, and more axes than the
     chip has.
     """
-    return _time("all-gather", nbytes, axes, chip, wraparound)
+    return _time("all-gather", nbytes, axes, chip)
 
 
-def reduce_scatter(
-    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
-) -> Time:
+def reduce_scatter(nbytes: float, axes: int | Sequence[int], chip: str | Chip) -> Time:
     """Return the time of a reduce-scatter, an all-gather backwards.
 
     Arguments are those of `all_gather`.
     """
-    return _time("reduce-scatter", nbytes, axes, chip, wraparound)
+    return _time("reduce-scatter", nbytes, axes, chip)
 
 
-def all_reduce(
-    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
-) -> Time:
+def all_reduce(nbytes: float, axes: int | Sequence[int], chip: str | Chip) -> Time:
     """Return the time of an all-reduce: reduce-scatter, then all-gather.
 
     Arguments are those of `all_gather`.
@@ -122,18 +115,16 @@ def all_reduce(
         >>> p101.cost.all_reduce(1e9, 8, "H100")
         all-reduce of 1 GB on 8 H100: 3.89 ms, bandwidth-bound (bandwidth 3.89 ms, latency 3.6 µs)
     """
-    return _time("all-reduce", nbytes, axes, chip, wraparound)
+    return _time("all-reduce", nbytes, axes, chip)
 
 
-def all_to_all(
-    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
-) -> Time:
+def all_to_all(nbytes: float, axes: int | Sequence[int], chip: str | Chip) -> Time:
     """Return the time of an all-to-all, which moves the cut of an array to another dim.
 
     Arguments are those of `all_gather`. On a ring, half of the blocks cross any cut, and each needs
     n/4 hops on average: V / (4W), for an even n.
     """
-    return _time("all-to-all", nbytes, axes, chip, wraparound)
+    return _time("all-to-all", nbytes, axes, chip)
 
 
 # ── each returns (bandwidth seconds, latency seconds) of one pass
@@ -141,12 +132,13 @@ def all_to_all(
 Bounds = tuple[float, float]
 
 
-def _on_torus(exchange: bool, V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
+def _on_torus(exchange: bool, V: float, axes: list[int], links: Torus) -> Bounds:
     """Return the bounds on a torus. All axes work at the same time.
 
     In an exchange, n² / 4 of the n² pairs of ranks on an axis cross each cut in each direction, on
     a ring over two links. The longest axis has most to carry: V · max(nᵢ) / (4 · N · W).
     """
+    rings = [n % links.ring_multiple == 0 for n in axes]
     hops = [n // 2 if ring else n - 1 for n, ring in zip(axes, rings)]
     widths = [links.both_ways if ring else links.bandwidth for ring in rings]
     if exchange:
@@ -180,7 +172,6 @@ def _time(
     nbytes: float,
     axes: int | Sequence[int],
     chip: str | Chip,
-    wraparound: bool | None,
 ) -> Time:
     chip, shape = chip_of(chip), (axes,) if isinstance(axes, int) else tuple(axes)
     if not shape or not all(type(n) is int and n >= 1 for n in shape):
@@ -190,40 +181,29 @@ def _time(
         )
     if not nbytes >= 0:
         raise ValueError(f"nbytes={nbytes!r}: expected the bytes of the whole array, 0 or more")
-    exchange, links, bounds = operation == "all-to-all", chip.links, (0.0, 0.0)
+    exchange, links = operation == "all-to-all", chip.links
     most = links.axes if isinstance(links, Torus) else len(links)
     if len(shape) > most:
         words = "axes" if isinstance(links, Torus) else "levels of switches"
         raise ValueError(f"axes={list(shape)}: {chip.name} has {most} {words}")
-    if not isinstance(links, Torus):
-        sizes = list(reversed(shape))
-        _check_levels(chip.name, sizes, links, wraparound)
-        bounds = _on_switches(exchange, nbytes, sizes, links)
-    elif moving := [n for n in shape if n > 1]:
-        rings = [n % links.ring_multiple == 0 if wraparound is None else wraparound for n in moving]
-        bounds = _on_torus(exchange, nbytes, moving, rings, links)
+    if isinstance(links, Torus):
+        moving = [n for n in shape if n > 1]
+        bounds = _on_torus(exchange, nbytes, moving, links) if moving else (0.0, 0.0)
+    else:
+        for n, level in zip(reversed(shape), links):
+            if n > level.size:
+                more = "Above it no links are known"
+                if level is not links[-1]:
+                    add = [n // level.size, level.size]
+                    more = f"For more, add an axis in front, as in {add}"
+                raise ValueError(
+                    f"axes={list(shape)}: a {level.name} of {chip.name} joins at most "
+                    f"{level.size}. {more}"
+                )
+        bounds = _on_switches(exchange, nbytes, list(reversed(shape)), links)
     passes = (2 if operation == "all-reduce" else 1) if nbytes else 0
     what = f"{operation} of {decimal(nbytes, 'B')} on {' × '.join(map(str, shape))} {chip.name}"
     return Time(what, {"bandwidth": passes * bounds[0], "latency": passes * bounds[1]})
-
-
-def _check_levels(
-    chip: str, sizes: list[int], levels: Sequence[Level], wraparound: bool | None
-) -> None:
-    """Raise ValueError if a level of switches joins fewer, or if an axis should be a ring."""
-    if wraparound is not None:
-        raise ValueError(
-            f"wraparound={wraparound}: the links of {chip} go into switches, so no axis is a ring "
-            "or a line"
-        )
-    for n, level in zip(sizes, levels):
-        if n > level.size:
-            more = "Above it no links are known"
-            if level is not levels[-1]:
-                more = f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
-            raise ValueError(
-                f"axes={sizes[::-1]}: a {level.name} of {chip} joins at most {level.size}. {more}"
-            )
 
 
 # ── a local product ──

@@ -108,18 +108,15 @@ class ShardingPlan:
             for at in self.coordinates()
         ]
 
-    def times(self, chip: str | Chip, *, wraparound: bool | None = None) -> list[Time | None]:
+    def times(self, chip: str | Chip) -> list[Time | None]:
         """Return the seconds of each step on a mesh of such chips; None for a slice.
 
         Args:
             chip: a name in `cost.CHIPS`, such as "TPU v5e", or a Chip. Its flops are those in bf16.
-            wraparound: whether the axes are rings. Default: by the rule of the chip.
         """
-        return [self._time(step, chip, wraparound) for step in self.steps]
+        return [self._time(step, chip) for step in self.steps]
 
-    def _time(
-        self, step: ReshardStep | Multiply, chip: str | Chip, wraparound: bool | None
-    ) -> Time | None:
+    def _time(self, step: ReshardStep | Multiply, chip: str | Chip) -> Time | None:
         if isinstance(step, Multiply):
             extents = self._extents(step)
             in_a, in_b, in_c = (set(array.dims) for array in (step.a, step.b, step.after))
@@ -140,8 +137,8 @@ class ShardingPlan:
             "AllReduce": cost.all_reduce,
         }
         if step.operation == "AllToAll":  # its V is the array of all ranks together
-            return cost.all_to_all(nbytes * math.prod(axes), axes, chip, wraparound=wraparound)
-        return operation[step.operation](nbytes, axes, chip, wraparound=wraparound)
+            return cost.all_to_all(nbytes * math.prod(axes), axes, chip)
+        return operation[step.operation](nbytes, axes, chip)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """Yield each rank's position along each axis of the mesh; the last axis runs fastest."""
