@@ -37,8 +37,8 @@ from parallel101.cost.closed_forms import Cost, all_pairs, closed_form
 ON_A_TORUS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
-def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "torus") -> Cost:
-    """Return the cost of "torus" on a mesh of this shape.
+def torus_form(operation: str, shape: Sequence[int], nbytes: int) -> Cost:
+    """Return the cost of "torus" on a mesh of this shape, on `Network.torus(shape)`.
 
     All axes and directions work at once, each with a part of every block. On k axes of the same
     length above 2 that takes Σ (pᵢ − 1) steps, with n(p−1)/p / 2k bytes on the critical path, and
@@ -52,17 +52,15 @@ def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "
         shape: of the mesh.
         nbytes: the result of an all-gather, the input of one rank in an all-to-all, the input of
             the others.
-        links: "torus", `Network.torus(shape)`, or "switch".
 
     Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each (k
     parts in an all-to-all).
     """
     lengths = [length for length in shape if length > 1]
     p, parts = math.prod(shape), len(lengths) * (1 if operation == "all_to_all" else 2)
-    if operation not in ON_A_TORUS or links not in ("torus", "switch"):
+    if operation not in ON_A_TORUS:
         raise ValueError(
-            f"{operation!r} on {links!r}: expected all_gather, reduce_scatter, all_reduce or "
-            "all_to_all on 'torus' or 'switch'. For flat algorithms call closed_form"
+            f"{operation!r}: expected {', '.join(ON_A_TORUS)}. For flat algorithms call closed_form"
         )
     if not shape or p < 1 or nbytes < 0 or nbytes % (p * max(parts, 1)):
         raise ValueError(
@@ -73,22 +71,16 @@ def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "
         return Cost(0, 0, 0)
     if operation == "all_to_all":
         sent = sum(nbytes // length * (length - 1) for length in lengths)
-        if links == "switch":
-            return Cost(parts * sum(length - 1 for length in lengths), sent, sent)
         # in each of the k rounds, every axis carries another part
-        longest = max(map(all_pairs, lengths))
-        return Cost(
-            parts * longest, sent, max(all_pairs(length) * (nbytes // length) for length in lengths)
-        )
+        path = max(all_pairs(length) * (nbytes // length) for length in lengths)
+        return Cost(parts * max(map(all_pairs, lengths)), sent, path)
     steps = path = 0
     for messages in zip_longest(*(steps_of(first, lengths) for first in range(len(lengths)))):
-        count, pieces = Counter[int](), Counter[int]()  # by link
+        count, pieces = Counter[int](), Counter[int]()  # by axis
         for axis, width in filter(None, messages):
-            link = axis if links == "torus" else 0
-            # the parts in both directions go over one link
-            both = 2 if links == "switch" or lengths[axis] == 2 else 1
-            count[link] += both
-            pieces[link] += both * width
+            both = 2 if lengths[axis] == 2 else 1  # the parts in both directions go over one link
+            count[axis] += both
+            pieces[axis] += both * width
         steps += max(count.values())
         path += max(pieces.values())
     passes, block = 2 if operation == "all_reduce" else 1, nbytes // p

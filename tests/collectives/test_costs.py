@@ -238,7 +238,7 @@ def test_the_textbooks_own_numbers():
             torus_form("all_reduce", shape, nbytes)
         with pytest.raises(ValueError, match="equal blocks"):
             two_level_form(shape, nbytes)
-    with pytest.raises(ValueError, match="or all_to_all on 'torus' or 'switch'"):
+    with pytest.raises(ValueError, match="expected all_gather, reduce_scatter"):
         torus_form("broadcast", (2, 2), 16)
     with pytest.raises(ValueError, match="links='mesh': expected 'switch', 'ring', 'one_way_ring'"):
         closed_form("all_reduce", "ring", 4, 16, "mesh")
@@ -329,22 +329,11 @@ def counted(shape, names, network):
     return {label: Cost(steps[label][0], steps[label][1], path[label][0]) for label in steps}
 
 
-@pytest.mark.parametrize(
-    ("shape", "links"),
-    [
-        ((3, 3), "torus"),
-        ((2, 4), "torus"),
-        ((1, 4), "torus"),
-        ((2, 2, 3), "torus"),
-        ((3, 4), "switch"),
-    ],
-    ids=str,
-)
-def test_all_axes_of_a_torus_at_once(shape, links):
-    network = partial(Network.torus, shape) if links == "torus" else Network
-    runs = counted(shape, [(operation, "torus") for operation in ON_A_TORUS], network)
-    assert runs == {
-        f"{operation} torus": torus_form(operation, shape, 12 * math.prod(shape), links)
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4), (1, 4), (2, 2, 3)], ids=str)
+def test_all_axes_of_a_torus_at_once(shape):
+    names = [(operation, "torus") for operation in ON_A_TORUS]
+    assert counted(shape, names, partial(Network.torus, shape)) == {
+        f"{operation} torus": torus_form(operation, shape, 12 * math.prod(shape))
         for operation in ON_A_TORUS
     }
 
