@@ -34,11 +34,6 @@ def peak(chip: Chip, itemsize: int) -> float:
     return chip.flops if itemsize <= 2 else chip.flops / 2
 
 
-def aligned(has: KernelFigures, nbytes: int) -> float:
-    """Return the fraction of its speed that a product with sizes in multiples of `nbytes` keeps."""
-    return next((part for multiple, part in has.alignment if nbytes % multiple == 0), 0.3)
-
-
 @lru_cache(maxsize=1 << 16)
 def product_seconds(
     chip: Chip, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2
@@ -48,7 +43,8 @@ def product_seconds(
         return 0.0
     has = figures(chip)
     of_an_sm = peak(chip, itemsize) * has.sustained / has.sms
-    of_an_sm *= aligned(has, gcd(m, n, k) * itemsize)
+    nbytes = gcd(m, n, k) * itemsize  # the sizes are multiples of it
+    of_an_sm *= next((part for multiple, part in has.alignment if nbytes % multiple == 0), 0.3)
     times = []
     for rows, columns, reached in has.tiles:
         tiles = batch * min(ceil(m / rows) * ceil(n / columns), ceil(m / columns) * ceil(n / rows))
