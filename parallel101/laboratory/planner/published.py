@@ -209,9 +209,9 @@ def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
         vtrain = set(names.values()) >= VTRAIN_MARK
         runs: list[PublishedRun] = []
         for row in reader:
-            if not any((value or "").strip() for value in row.values() if isinstance(value, str)):
-                continue
             values = {names[key]: (row[key] or "").strip() for key in names}
+            if not any(values.values()):
+                continue
             values = {key: value for key, value in {**values, **given}.items() if value}
             # a row with the times of two ways to train is two runs
             ways = [{**way, "seconds": values[key]} for key, way in WAYS.items() if key in values]
@@ -230,11 +230,8 @@ def known_columns(header: Iterable[str]) -> dict[str, str]:
     "# GPUs" and "tensor parallelism" are known, too.
     """
     by_name = {name: ours for ours, names in COLUMNS.items() for name in names}
-    found = {}
-    for column in header:
-        plain = re.sub(r"[^a-z0-9]+", "_", column.lower()).strip("_")
-        if plain in by_name:
-            found[column] = by_name[plain]
+    plain = {column: re.sub(r"[^a-z0-9]+", "_", column.lower()).strip("_") for column in header}
+    found = {column: by_name[name] for column, name in plain.items() if name in by_name}
     needed = {"hidden", "heads", "layers", "tp", "pp", "batch", "microbatch"}
     if missing := needed - set(found.values()):
         raise ValueError(
