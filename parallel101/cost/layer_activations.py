@@ -82,9 +82,8 @@ def kept_by_our_gpt(of: LayerShape) -> dict[str, float]:
     recomputation, torch's checkpoint also keeps the state of the random numbers for each module
     that is computed again (5056 bytes on a CPU); autograd doesn't, and it isn't counted.
     """
-    kept = kept_of(of, regather=of.regather, cpu=True)
-    more = {name: kept[name] - nbytes for name, nbytes in layer_activations(of).items()}
-    more |= {name: kept[name] for name in NOT_COUNTED if name in kept}
+    kept, counted = kept_of(of, regather=of.regather, cpu=True), layer_activations(of)
+    more = {name: nbytes - counted.get(name, 0.0) for name, nbytes in kept.items()}
     return {name: nbytes for name, nbytes in more.items() if nbytes}
 
 
