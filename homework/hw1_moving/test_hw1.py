@@ -7,7 +7,6 @@ import torch
 
 from parallel101 import compute
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.grade.compared_values import origins, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -21,6 +20,8 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     ITS_INPUT,
     MESSAGES,
+    ask_sent,
+    ask_steps,
     bytes_sent,
     communicated,
     failed,

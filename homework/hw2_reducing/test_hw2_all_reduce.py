@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import (
     counted_twice,
     divided_too_often,
@@ -29,6 +28,8 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     ITS_INPUT,
     MESSAGES,
+    ask_sent,
+    ask_steps,
     bytes_sent,
     communicated,
     failed,

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import facts, several_ranks
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
     ITS_INPUT,
     MESSAGES,
+    ask_sent,
+    ask_steps,
     bytes_sent,
     failed,
     received,

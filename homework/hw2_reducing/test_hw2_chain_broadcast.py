@@ -6,7 +6,6 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.grade.compared_values import close, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -21,6 +20,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     ITS_INPUT,
     MESSAGES,
     SMALL,
+    ask_sent,
     bytes_sent,
     communicated,
     failed,

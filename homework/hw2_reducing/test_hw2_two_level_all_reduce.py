@@ -7,7 +7,6 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.questions import ask_sent, ask_steps
 from parallel101.laboratory.exercises.sums import counted_twice, facts, left_out
 from parallel101.laboratory.grade.compared_values import weights
 from parallel101.laboratory.grade.exercise import (
@@ -23,6 +22,8 @@ from parallel101.laboratory.grade.exercise_checks import (
     ITS_INPUT,
     MESSAGES,
     SMALL,
+    ask_sent,
+    ask_steps,
     at_most,
     bytes_sent,
     communicated,

@@ -19,7 +19,6 @@ from parallel101.laboratory.exercises.harness import (
     gradients_of,
     make_model,
 )
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
@@ -37,6 +36,7 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
+    ask_sent,
     at_most,
     bytes_sent,
     communicated,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM, SGD
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -26,6 +25,7 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
+    ask_sent,
     bytes_sent,
     communicated,
     ended,

@@ -11,7 +11,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import LEARNING_RATE, PeakBytes
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import measured
 from parallel101.laboratory.grade.compared_values import close
 from parallel101.laboratory.grade.exercise import (
@@ -26,7 +25,13 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, at_most, bytes_sent, ended
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    ask_sent,
+    at_most,
+    bytes_sent,
+    ended,
+)
 from parallel101.spans import compute, span
 
 BLOCKS, WIDTH, HIDDEN, SAMPLES, STEPS, MICROBATCHES = 4, 6, 12, 3, 2, 2

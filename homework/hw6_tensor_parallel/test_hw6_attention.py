@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     MISSING_DX,
     MLP_PARTS,
@@ -35,7 +34,7 @@ from parallel101.laboratory.grade.exercise import (
     Exercise,
     Misconception,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, value
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, ask_sent, value
 
 
 def attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int) -> Tensor:

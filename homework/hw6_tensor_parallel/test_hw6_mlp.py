@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     BIAS_N_TIMES,
     MISSING_DX,
@@ -40,7 +39,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, value, wrong_trials
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, ask_sent, value, wrong_trials
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:

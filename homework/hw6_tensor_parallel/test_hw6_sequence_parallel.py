@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     BIAS_N_TIMES,
     NUMBER,
@@ -39,7 +38,7 @@ from parallel101.laboratory.grade.exercise import (
     Misconception,
     Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, ask_sent, failed, value
 
 
 def run_block(function: Callable, x: Tensor, *rest: Tensor) -> list[Any]:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     N_TIMES,
     NUMBER,
@@ -35,7 +34,13 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, failed, value, wrong_trials
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    ask_sent,
+    failed,
+    value,
+    wrong_trials,
+)
 
 
 def run_vocabulary_loss(

@@ -30,7 +30,6 @@ from parallel101.laboratory.exercises.mesh_exercises import (
     norms_equal,
     sent,
 )
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.training_exercises import ITEM
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -40,6 +39,7 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
 )
+from parallel101.laboratory.grade.exercise_checks import ask_sent
 from parallel101.spans import compute, span
 
 WIDTH, HIDDEN, SAMPLES, TIME, STEPS = 10, 12, 12, 8, 2

@@ -11,7 +11,6 @@ from parallel101.laboratory.exercises.attention_exercises import (
     WIDTH,
     only_large_overflow,
 )
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -24,6 +23,7 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    ask_sent,
     bytes_sent,
     communicated,
     failed,

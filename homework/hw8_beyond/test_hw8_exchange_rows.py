@@ -8,7 +8,6 @@ from torch import Tensor
 
 from parallel101.laboratory.exercises.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
 from parallel101.laboratory.exercises.attention_exercises import unpacked
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -21,6 +20,7 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    ask_sent,
     bytes_sent,
     communicated,
     failed,

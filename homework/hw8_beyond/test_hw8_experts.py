@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.tensor_parallel_exercises import graph_cut
 from parallel101.laboratory.exercises.wrong_values import is_close
 from parallel101.laboratory.grade.compared_values import same
@@ -24,6 +23,7 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    ask_sent,
     bytes_sent,
     communicated,
     failed,

@@ -19,7 +19,6 @@ from parallel101.laboratory.exercises.attention_exercises import (
     few_blocks,
     unpacked,
 )
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -31,6 +30,7 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    ask_sent,
     bytes_sent,
     value,
 )

@@ -21,7 +21,6 @@ from parallel101.laboratory.exercises.attention_exercises import (
     only_large_overflow,
     unpacked,
 )
-from parallel101.laboratory.exercises.questions import ask_sent
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -37,6 +36,7 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    ask_sent,
     bytes_sent,
     failed,
     value,

@@ -116,7 +116,7 @@ SAID = {  # a program, what is said about it, and how often
     ),
     "no such rank": (HEAD + "    dist.send(x, rank + 1)\n", "sends to 2", 1),
     "large": (HEAD + "    return [x] * 3\n", "a list of 3; expected a tensor of shape", 1),
-    "bytes": (TWICE, "are enough", 1),
+    "bytes": (TWICE, "enough", 2),
     "a place": (
         RIGHT.replace("    return y", "    y.view(-1)[7:8] += 1\n    return y"),
         "element [3, 1]: ",
@@ -124,7 +124,7 @@ SAID = {  # a program, what is said about it, and how often
     ),
     "tolerated": (
         SAFE_ORDER,
-        "3 steps, where 1 is enough: allowed, since blocking sends in a safe order",
+        "3 steps, where 1 would be enough: allowed, since blocking sends in a safe order",
         1,
     ),
 }

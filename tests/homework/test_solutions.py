@@ -31,7 +31,6 @@ from parallel101.laboratory.grade.exercise import (
     Draw,
     Exercise,
     Trial,
-    exercises_in,
     find,
     module_of,
 )
@@ -193,7 +192,7 @@ def run_all(given: list[tuple[Exercise, Submission, list[tuple], int]]) -> list[
 
     results = []
     for exercise, submission, arguments, seed in given:
-        declared = exercises_in(module_of(exercise.path, exercise.source, "parallel101_exercises"))
+        declared = module_of(exercise.path, exercise.source, "parallel101_exercises").EXERCISES
         learner = module_of(str(submission.path), submission.source, "homework", register=True)
         torch.manual_seed(seed)
         device = torch.get_default_device()

@@ -7,7 +7,6 @@
     bug_hunt                            programs with a fault that the seed draws
     harness                             the steps of training in which a learner's function runs
     wrong_values                        what a usual mistake gives: named if a run has it
-    questions                           what many exercises ask before a run
 
 Each builds cases, checks and usual mistakes out of grade/exercise.py and grade/exercise_checks.py.
 The engine in grade/ knows none of them.

@@ -10,7 +10,6 @@ costs the points of one.
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from parallel101.laboratory.grade.compared_values import told_apart
+from parallel101.laboratory.grade.compared_values import kind, told_apart
 from parallel101.laboratory.grade.exercise import Case, Check, Trial
 from parallel101.laboratory.grade.exercise_checks import ended
 
@@ -67,7 +66,8 @@ class EstimatePart:
         def wrong(trial: Trial) -> str | None:
             said = numbers(trial)
             if self.name not in said:
-                return f"the function returned {_short(trial.results[0])}; {self._expected()}"
+                expected = f"expected a dict with a number for {self.name!r}"
+                return f"the function returned {kind(trial.results[0])}; {expected}"
             found, facts = said[self.name], trial.case.facts
             if not self.is_right(found, facts, said):
                 right = self.right(facts, said)
@@ -92,11 +92,8 @@ class EstimatePart:
         said = numbers(trial)
         return said.get(self.name, math.nan) / self.right(trial.case.facts, said)
 
-    def _expected(self) -> str:
-        return f"expected a dict with a number for {self.name!r}"
 
-
-def answers() -> types.ModuleType:
+def answers() -> Any:
     """Return the module of formulas.
 
     It is imported here because a rank that could import it would have the answers.
@@ -117,20 +114,13 @@ def about(found: float, right: float, tolerance: float = TOLERANCE) -> bool:
 def numbers(trial: Trial) -> dict[str, float]:
     """Return the numbers by name that rank 0 returned. Anything else is left out."""
     found = trial.results[0]
-    entries = found.items() if isinstance(found, dict) else ()
-    return {name: float(value) for name, value in entries if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a dict with the keys {sorted(map(str, value))}"[:200]
-    return f"{value!r}"[:100]
+    said = {}
+    for name, value in found.items() if isinstance(found, dict) else ():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            said[name] = float(value)
+    return said
 
 
 def named(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -33,7 +33,7 @@ def difference(found: Any, expected: Any) -> str | None:
         return None
     if isinstance(expected, torch.Tensor):
         if not isinstance(found, torch.Tensor):
-            return f"{_kind(found)}; expected a tensor of shape {tuple(expected.shape)}"
+            return f"{kind(found)}; expected a tensor of shape {tuple(expected.shape)}"
         if found.shape != expected.shape:
             return f"a tensor of shape {tuple(found.shape)}; expected {tuple(expected.shape)}"
         if found.dtype != expected.dtype:
@@ -50,9 +50,9 @@ def difference(found: Any, expected: Any) -> str | None:
         compared = type(found) is type(expected) and not isinstance(expected, dict)
         if compared and found == expected:
             return None
-        return f"{_kind(found)}; expected {_kind(expected)}"
+        return f"{kind(found)}; expected {kind(expected)}"
     if len(found) != len(expected):
-        return f"{_kind(found)}; expected {_kind(expected)}"
+        return f"{kind(found)}; expected {kind(expected)}"
     differences = ((where, difference(mine, theirs)) for where, mine, theirs in parts)
     return next((f"{where}: {what}" for where, what in differences if what is not None), None)
 
@@ -120,7 +120,8 @@ def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | Non
     return [next((r for r, p in enumerate(parts) if same(block, p)), None) for block in blocks]
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+    """Return a value in a few words, such as "a tensor of shape (2,)"."""
     if value is None:
         return "None"
     if isinstance(value, torch.Tensor):

@@ -291,22 +291,6 @@ class Draw:
         return [self.tensor(*shape, dtype=dtype) for _ in range(count)]
 
 
-def exercises_in(module: types.ModuleType) -> list[Exercise]:
-    """Return the exercises that a module declares.
-
-    Raises ValueError if it has no list EXERCISES.
-    """
-    found = getattr(module, "EXERCISES", None)
-    if not isinstance(found, list | tuple) or not all(
-        isinstance(exercise, Exercise) for exercise in found
-    ):
-        raise ValueError(
-            f"{getattr(module, '__file__', module)} declares no EXERCISES: expected a list of "
-            "Exercise"
-        )
-    return list(found)
-
-
 def find(exercises: Sequence[Exercise], function: str) -> Exercise:
     """Return the exercise whose function has this name."""
     for exercise in exercises:
@@ -322,7 +306,7 @@ def load_exercises(path: Path) -> list[Exercise]:
     """Return the exercises that a file homework/hwN_topic/test_hwN*.py declares."""
     source = path.read_text(encoding="utf-8")
     module = module_of(str(path), source, "parallel101_exercises")
-    return [replace(exercise, path=str(path), source=source) for exercise in exercises_in(module)]
+    return [replace(exercise, path=str(path), source=source) for exercise in module.EXERCISES]
 
 
 def module_of(path: str, source: str, name: str, register: bool = False) -> types.ModuleType:

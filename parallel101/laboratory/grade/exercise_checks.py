@@ -1,6 +1,7 @@
-"""The checks and misconceptions that many exercises share.
+"""The checks, questions and misconceptions that many exercises share.
 
-value() · bytes_sent(…) · bytes_at_root(…) · steps(…)                 checks
+value() · bytes_sent(…) · at_most(…) · steps(…)                       checks
+ask_sent(…) · ask_steps(…)                                            questions
 MESSAGES · CHANGES_ITS_INPUT · only_root_zero · …                     misconceptions
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +21,7 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Exercise,
     Misconception,
+    Question,
     Trial,
     mistake,
 )
@@ -71,7 +72,8 @@ def at_most(
     measured: Callable[[Trial], Any],
     enough: Callable[[Case], Any],
     text: str = "rank {rank} sent {found} bytes; {most} are enough",
-    slack: Callable[[Case], float] = lambda case: 0,
+    slack: Callable[[Trial], float] = lambda trial: 0,
+    why: str = "",
 ) -> Check:
     """Return a check that a number is at most what is enough, and `slack` more.
 
@@ -79,17 +81,22 @@ def at_most(
         measured: the number, or one for each rank, by rank.
         enough: in the same way.
         text: what is wrong, with {rank}, {found} and {most}.
+        why: the reason why more is allowed, for the verdict; "": the verdict doesn't mention it.
     """
 
-    def wrong(trial: Trial) -> str | None:
-        found, most, more = measured(trial), enough(trial.case), slack(trial.case)
+    def over(trial: Trial, more: float) -> str | None:
+        found, most = measured(trial), enough(trial.case)
         for rank, one in enumerate(found if isinstance(found, list) else [found]):
             limit = most[rank] if isinstance(most, list | tuple) else most
             if not one <= limit + more:  # NaN too
                 return text.format(rank=rank, found=one, most=limit)
         return None
 
-    return Check(kind, says, wrong)
+    def allowed(trial: Trial) -> str | None:
+        what = over(trial, 0) if why else None
+        return what and f"{what.replace('; ', ', where ')}: allowed, since {why}"
+
+    return Check(kind, says, lambda trial: over(trial, slack(trial)), allowed)
 
 
 def bytes_sent(
@@ -101,19 +108,11 @@ def bytes_sent(
 
     Without `slack`, a small message, such as a shape, costs nothing, and the verdict says so.
     """
-    check = at_most("bytes", says, communicated, expected, slack=slack or (lambda case: SMALL))
-
-    def allowed(trial: Trial) -> str | None:
-        for rank, (sent, most) in enumerate(zip(communicated(trial), expected(trial.case))):
-            if slack is None and sent > most:
-                text = f"rank {rank} sent {sent} bytes, where {most} are enough: allowed, since"
-                return f"{text} small messages, such as a shape, cost nothing here"
-        return None
-
-    return replace(check, allowed=allowed)
-
-
-SAFE_ORDER = "blocking sends in a safe order take longer than isend and irecv"
+    why = "" if slack else "small messages, such as a shape, cost nothing here"
+    more = slack or (lambda case: SMALL)
+    return at_most(
+        "bytes", says, communicated, expected, slack=lambda trial: more(trial.case), why=why
+    )
 
 
 def steps(
@@ -131,38 +130,25 @@ def steps(
     says how many steps they were, and why they are allowed.
     """
 
-    def took(trial: Trial) -> float:
-        return trial.trace.makespan - small_messages(trial)
+    def more(trial: Trial) -> float:
+        tolerant = _most_messages(trial) <= math.ceil(expected(trial.case)) and only(trial)
+        return slack(trial.case) if tolerant else 0.0
 
-    def wrong(trial: Trial) -> str | None:
-        fewest = expected(trial.case)
-        tolerant = _most_messages(trial) <= math.ceil(fewest) and only(trial)
-        more = slack(trial.case) if tolerant else 0.0
-        if took(trial) <= fewest + more + 1e-9:
-            return None
-        return f"took {_steps(took(trial))}; {_enough(fewest)}"
-
-    def allowed(trial: Trial) -> str | None:
-        fewest, found = math.ceil(expected(trial.case)), math.floor(took(trial) + 1e-9)
-        if found <= fewest:
-            return None
-        return f"{_steps(found)}, where {_enough(fewest)}: allowed, since {SAFE_ORDER}"
-
-    return Check("steps", says, wrong, allowed)
+    return at_most(
+        "steps",
+        says,
+        lambda trial: round(trial.trace.makespan - small_messages(trial), 6),
+        expected,
+        "took {found:g} steps; {most:g} would be enough",
+        more,
+        "blocking sends in a safe order take longer than isend and irecv",
+    )
 
 
 def _most_messages(trial: Trial) -> int:
     """Return the number of messages of the rank that sends, or receives, the most of them."""
     messages = [e for e in trial.trace.events if e.kind in ("send", "recv") and e.nbytes > 16]
     return max(Counter((e.rank, e.kind) for e in messages).values(), default=0)
-
-
-def _steps(count: float) -> str:
-    return f"{count:g} step{'s' * (count != 1)}"
-
-
-def _enough(count: float) -> str:
-    return f"{count:g} {'is' if count == 1 else 'are'} enough"
 
 
 def ring_neighbours(says: str) -> Check:
@@ -265,6 +251,23 @@ def never_waited(trial: Trial) -> str | None:
         kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
         return f"rank {call.rank} never waits for the {kind} at {shown(call.where)}"
     return None
+
+
+# ---- questions that many exercises ask ----
+
+
+def ask_sent(
+    ask: str,
+    case: Callable[[], Case],
+    measured: Callable[[Trial], int] = lambda trial: max(communicated(trial)),
+) -> Question:
+    """Return a question about the bytes that a rank sends: by default, the busiest one."""
+    return Question("sent", ask, case, measured, "bytes")
+
+
+def ask_steps(ask: str, case: Callable[[], Case]) -> Question:
+    """Return a question about the steps that a run takes."""
+    return Question("steps", ask, case, lambda trial: int(trial.trace.makespan), "steps")
 
 
 # ---- misconceptions that many exercises share ----

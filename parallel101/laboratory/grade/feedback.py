@@ -32,37 +32,30 @@ def write_page(
     """Write the page of a graded submission: all of it, or nothing.
 
     A full disk costs the page and no points. It is written when the class is graded again.
-    """
-    partial = path.with_name(f".{path.name}.part")
-    shown = {function: verdict._repr_html_() for function, verdict in verdicts.items()}
-    # a name may have characters that UTF-8 lacks
-    with suppress(OSError):
-        page = feedback_page(title(homework), result, shown)
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        partial.replace(path)
-
-
-def feedback_page(title: str, result: dict[str, Any], reports: Mapping[str, str]) -> str:
-    """Return the page as HTML.
 
     Args:
-        title: of the homework.
         result: of submissions.grade_submission.
-        reports: by function, its verdict and picture as HTML; none if nothing could be graded.
+        verdicts: by function; none if nothing could be graded.
     """
     student, total = str(result["student"]), f"{number(result['points'])} of {result['out_of']:g}"
-    said = result["note"] if reports else result["exercises"][0]["problem"]
+    said = result["note"] if verdicts else result["exercises"][0]["problem"]
     problem = f"<p>{escape(said)}</p>" if said else ""
-    rows = [_row(entry, linked=bool(reports)) for entry in result["exercises"]]
+    rows = [_row(entry, linked=bool(verdicts)) for entry in result["exercises"]]
     body = "".join(
-        f'<section id="{name}" style="margin-top: 40px">{html}</section>'
-        for name, html in reports.items()
+        f'<section id="{name}" style="margin-top: 40px">{verdict._repr_html_()}</section>'
+        for name, verdict in verdicts.items()
     )
-    return offline_html(
-        f"{title}: {student}",
-        f"<main><h1>{escape(title)}</h1><p>{escape(student)}: <b>{total} points</b></p>"
+    heading = title(homework)
+    page = offline_html(
+        f"{heading}: {student}",
+        f"<main><h1>{escape(heading)}</h1><p>{escape(student)}: <b>{total} points</b></p>"
         f"{problem}{table(('', 'Exercise', 'Points', ''), rows)}{body}</main>",
     )
+    partial = path.with_name(f".{path.name}.part")
+    with suppress(OSError):
+        # a name may have characters that UTF-8 lacks
+        partial.write_text(page, encoding="utf-8", errors="replace")
+        partial.replace(path)
 
 
 def _row(entry: dict[str, Any], linked: bool) -> str:

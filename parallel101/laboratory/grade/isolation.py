@@ -22,8 +22,8 @@ What is and is not defended against is said here, and nowhere else:
                 processes' memory, signals to them; files in /tmp and shared memory, which the next
                 submission could read
     as root     what a rank can read, and signals to other processes: the system's rules for users
-                hold. Without Landlock, what a rank leaves in the folders below is removed, and the
-                submissions must be in a folder that only root can read (chmod 700)
+                hold. Without Landlock, the submissions must be in a folder that only root can read
+                (chmod 700), and the next submission could read what a rank leaves in /tmp
     otherwise   accidents only: a rank is this user's process, could read this user's files, or
                 leave a process in a session of its own
     never       - a rank that lies about its own memory or its own spans, which are measured inside
@@ -47,7 +47,6 @@ import ctypes
 import importlib.abc
 import importlib.machinery
 import os
-import shutil
 import site
 import socket
 import struct
@@ -74,7 +73,6 @@ NO_PARALLEL101 = (
 )
 MOST_MEMORY = 2 << 30  # bytes that a rank may allocate
 MOST_WRITTEN = 1 << 24  # bytes of a file
-SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue")  # every user can write to them
 FIRST_USER = 20_000
 RANKS = 64  # users of one grader
 GRADERS = 500  # at the same time
@@ -129,26 +127,13 @@ def claimed(process: int) -> int:
 
 
 def clean_up(ranks: Iterable[int]) -> None:
-    """End whatever runs as these ranks' users, however it was started.
-
-    Without Landlock, also remove what they have left in the folders that all users share.
-    """
+    """End whatever runs as these ranks' users, however it was started."""
     users = {user for rank in ranks if (user := user_of(rank)) is not None}
     for process in psutil.process_iter(["uids"]) if users else ():
         uids = process.info["uids"]
         if uids is not None and uids.real in users:
             with suppress(psutil.Error):
                 process.kill()
-    for folder in {*SHARED_FOLDERS, tempfile.gettempdir()} if users else ():
-        with suppress(OSError):
-            for entry in os.scandir(folder) if not protection().files else ():
-                with suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_uid not in users:
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path, ignore_errors=True)
-                    else:
-                        os.unlink(entry.path)
 
 
 def readable_by_all(path: Path) -> bool:

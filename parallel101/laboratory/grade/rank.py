@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames
-from parallel101.laboratory.grade.exercise import exercises_in, find, module_of
+from parallel101.laboratory.grade.exercise import find, module_of
 from parallel101.laboratory.grade.frames import operation_of, tensor_bytes
 from parallel101.laboratory.grade.isolation import OWN_FILES, close, isolate
 from parallel101.laboratory.ranks.watcher import exit_process
@@ -95,7 +95,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     connection = Connection(sock, job)
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     declared = module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")
-    exercise = find(exercises_in(declared), job["function"])
+    exercise = find(declared.EXERCISES, job["function"])
     close(job, library)
     connection.send("ready")
     submission: types.ModuleType | None = None
