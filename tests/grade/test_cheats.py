@@ -267,11 +267,7 @@ def test_what_torch_has_ready_made_may_send_nothing(exercise, code):
 
 
 def test_functional_collectives_are_relayed(exercise):
-    code = """
-def all_gather(x):
-    from torch.distributed._functional_collectives import all_gather_tensor
-    return all_gather_tensor(x, 0, dist.group.WORLD) + 0
-"""
+    code = CHEATS["functional collectives"] + " + 0"
     allowed = replace(exercise, allowed=P2P | COLLECTIVES)
     assert grade(allowed, submission(code, "functional"), "a secret").points == 10
 
@@ -284,7 +280,10 @@ def test_two_graders_whose_process_numbers_are_alike_have_different_users():
 @pytest.mark.skipif(
     not protection().users, reason="needs root, and a torch that other users can read"
 )
-def test_as_root_a_rank_is_a_user_that_reads_and_ends_nothing_of_others(exercise, tmp_path):
+def test_as_root_a_rank_is_a_user_that_reads_and_ends_nothing_of_others(
+    exercise, tmp_path, monkeypatch
+):
+    open_files(monkeypatch)
     secret = tmp_path / "seed.txt"
     secret.write_text("secret")
     secret.chmod(0o600)

@@ -43,7 +43,12 @@ from parallel101.laboratory.grade.grading import (
     share,
 )
 from parallel101.laboratory.grade.homework import find_sets
-from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
+from parallel101.laboratory.grade.remote import (
+    COMPILER,
+    Submission,
+    SubmissionRanks,
+    preload_for,
+)
 from parallel101.laboratory.ranks.launch import launch
 from parallel101.laboratory.record.trace import Trace
 
@@ -211,6 +216,7 @@ def test_the_references_are_right_on_real_ranks(backend):
 
     All exercises whose largest case of at most four ranks has as many share a launch.
     """
+    preload_for(EXERCISES.values(), COMPILER)  # once, and not in each rank
     shared: dict[int, dict[str, Case]] = {}
     sizes = range(1, 5) if backend == "gloo" else [2]
     for function in EXERCISES:

@@ -5,6 +5,7 @@ They name which ranks are counted how often in a wrong sum.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -29,47 +30,34 @@ def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
     ]
 
 
-def sent_to(trial: Trial) -> list[set[int]]:
-    """Return the ranks that each rank sends to."""
-    found: list[set[int]] = [set() for _ in range(trial.world_size)]
-    for event in trial.trace.events:
-        if event.kind == "send" and event.peer is not None:
-            found[event.rank].add(event.peer)
-    return found
+def everything_sent(peers: Callable[[int], int]) -> Callable[[Sequence[Trial]], bool]:
+    """Return a test of whether runs are right, but every rank sends n − 1 times the size of x.
+
+    Each rank sends to `peers(n)` others.
+    """
+
+    def sends_all(trial: Trial) -> bool:
+        n, nbytes = trial.world_size, trial.case.facts["xs"][0].nbytes
+        sends = {(e.rank, e.peer) for e in trial.trace.events if e.kind == "send"}
+        to = Counter(rank for rank, _ in sends)
+        enough = min(communicated(trial)) >= (n - 1) * nbytes
+        return right(trial) and enough and {to[rank] for rank in range(n)} == {peers(n)}
+
+    return lambda trials: all_show(several_ranks(trials, least=3), sends_all)
 
 
-@mistake(
+whole_round_ring = Misconception(
     "whole tensor round the ring",
     "Every rank's whole x goes round the ring, and each rank adds up by itself: it sends (n − "
     "1)·S bytes. As partial sums and in chunks it is less than 2·S.",
+    everything_sent(lambda n: 1),
 )
-def whole_round_ring(trials: Sequence[Trial]) -> bool:
-    """Return whether runs are right, but the whole x goes round a ring.
-
-    Every rank sends n − 1 times the size of x, and to one other rank only.
-    """
-    large = several_ranks(trials, least=3)
-    return _sends_everything(large) and all(max(map(len, sent_to(t))) == 1 for t in large)
-
-
-@mistake(
+everything_to_everyone = Misconception(
     "everything to everyone",
     "Every rank sends its whole x to every other rank, which adds up by itself: n − 1 "
     "messages of S bytes a rank.",
+    everything_sent(lambda n: n - 1),
 )
-def everything_to_everyone(trials: Sequence[Trial]) -> bool:
-    """Return whether runs are right, but every rank sends its whole x to every other."""
-    large = several_ranks(trials, least=3)
-    return _sends_everything(large) and all(
-        min(map(len, sent_to(t))) == t.world_size - 1 for t in large
-    )
-
-
-def _sends_everything(large: Sequence[Trial]) -> bool:
-    return bool(large) and all(
-        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
-        for t in large
-    )
 
 
 def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:

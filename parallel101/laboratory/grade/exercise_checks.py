@@ -72,7 +72,8 @@ def at_most(
     measured: Callable[[Trial], Any],
     enough: Callable[[Case], Any],
     text: str = "rank {rank} sent {found} bytes; {most} are enough",
-    slack: Callable[[Trial], float] = lambda trial: 0,
+    slack: Callable[[Case], float] = lambda case: 0,
+    only: Callable[[Trial], bool] = lambda trial: True,
     why: str = "",
 ) -> Check:
     """Return a check that a number is at most what is enough, and `slack` more.
@@ -81,6 +82,7 @@ def at_most(
         measured: the number, or one for each rank, by rank.
         enough: in the same way.
         text: what is wrong, with {rank}, {found} and {most}.
+        only: the runs for which `slack` is.
         why: the reason why more is allowed, for the verdict; "": the verdict doesn't mention it.
     """
 
@@ -96,7 +98,10 @@ def at_most(
         what = over(trial, 0) if why else None
         return what and f"{what.replace('; ', ', where ')}: allowed, since {why}"
 
-    return Check(kind, says, lambda trial: over(trial, slack(trial)), allowed)
+    def wrong(trial: Trial) -> str | None:
+        return over(trial, slack(trial.case) if only(trial) else 0)
+
+    return Check(kind, says, wrong, allowed)
 
 
 def bytes_sent(
@@ -110,9 +115,7 @@ def bytes_sent(
     """
     why = "" if slack else "small messages, such as a shape, cost nothing here"
     more = slack or (lambda case: SMALL)
-    return at_most(
-        "bytes", says, communicated, expected, slack=lambda trial: more(trial.case), why=why
-    )
+    return at_most("bytes", says, communicated, expected, slack=more, why=why)
 
 
 def steps(
@@ -130,17 +133,14 @@ def steps(
     says how many steps they were, and why they are allowed.
     """
 
-    def more(trial: Trial) -> float:
-        tolerant = _most_messages(trial) <= math.ceil(expected(trial.case)) and only(trial)
-        return slack(trial.case) if tolerant else 0.0
-
     return at_most(
         "steps",
         says,
         lambda trial: round(trial.trace.makespan - small_messages(trial), 6),
         expected,
         "took {found:g} steps; {most:g} would be enough",
-        more,
+        slack,
+        lambda trial: _most_messages(trial) <= math.ceil(expected(trial.case)) and only(trial),
         "blocking sends in a safe order take longer than isend and irecv",
     )
 
