@@ -119,7 +119,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             arguments = case["arguments"]
             tensors = {i: x for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
             before = {i: tensor_bytes(tensor) for i, tensor in tensors.items()}
-            connection.patience = PATIENCE
+            connection.under_way, connection.patience = [], PATIENCE
             random.seed(case["seed"])
             # torch.manual_seed also formats a stack for each kind of GPU
             torch.default_generator.manual_seed(case["seed"])
@@ -170,6 +170,7 @@ class Connection:
         self.program = job["exercise_path"]  # the file with the exercise's program
         self.calls = 0
         self.spans = 0
+        self.under_way: list[RelayWork] = []  # of the present case
         self.closed = False
         self.sending = threading.Lock()
         self.patience = 0.0  # seconds of the present case in which other threads may still call
@@ -331,6 +332,7 @@ class RelayWork(dist.Work):
         self.name = name  # of the call, for the learner
         # tensors that must not change before wait(), as they were when the call was posted
         self.kept = [(tensor, _state(tensor)) for tensor in kept]
+        connection.under_way.append(self)
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
         # of a receive from any rank: the rank that sent, in the group
         self.source: int | None = None
@@ -365,8 +367,25 @@ class RelayWork(dist.Work):
                 for output, came in zip(self.outputs, reply["outputs"], strict=True):
                     with torch.no_grad():
                         output.copy_(came.reshape(output.shape))
-                self.kept = []
+                self._written()
         return self.done
+
+    def _written(self) -> None:
+        """Update what other collectives in progress remember of the tensors that this one wrote.
+
+        Two collectives may use one tensor at the same time. Then the program didn't write to it. A
+        receive, however, must not write into a tensor that another call still uses.
+        """
+        self.kept = []
+        under_way = [work for work in self.connection.under_way if work is not self]
+        self.connection.under_way = under_way
+        memory = {storage(output) for output in self.outputs}
+        messages = ("isend", "irecv")
+        for other in under_way if self.name not in messages else ():
+            if other.name not in messages:
+                other.kept = [
+                    (t, _state(t) if storage(t) in memory else was) for t, was in other.kept
+                ]
 
     def synchronize(self) -> None:
         self.wait()
