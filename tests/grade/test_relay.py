@@ -81,12 +81,17 @@ whole = [torch.empty_like(x) for _ in range(2)]
 if rank() != 1:
     dist.all_gather(whole, x + rank(), group=some)
 best = x.clone(); dist.all_reduce(best.mul_(rank()), op=dist.ReduceOp.MAX)
-return [x, whole[1], best] if rank() == 0 else x
+both = torch.zeros(3) + rank()  # in flight twice, as in a benchmark
+works = [dist.broadcast(both, 2, async_op=True) for _ in range(2)]
+for work in works: work.wait()
+return [x, whole[1], best, both] if rank() == 0 else x
 """
     trial = run(body, *tensors(3), allowed=P2P | COLLECTIVES)
     assert trial.error is None
     total = torch.arange(3.0) * 3 + 30
-    for found, expected in zip(trial.results[0], (total, total + 2, total * 2), strict=True):
+    for found, expected in zip(
+        trial.results[0], (total, total + 2, total * 2, torch.full((3,), 2.0)), strict=True
+    ):
         assert torch.equal(found, expected)
     assert torch.equal(trial.results[1], total)
 
