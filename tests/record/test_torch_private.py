@@ -132,7 +132,7 @@ def test_a_draw_changes_the_generators_memory():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    look = torch_private.generator_words()
+    look = torch_private.generator_memory()
     assert look is not None, moved(
         "the CPU generator's memory", "sim (which is only slower without)"
     )

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 import inspect
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -400,7 +399,7 @@ def count_loss_parallel() -> None:
 
 
 @functools.cache
-def generator_words() -> Callable[[], tuple[int, ...]] | None:
+def generator_memory() -> Callable[[], bytes] | None:
     """Return a fast function whose result changes whenever torch's CPU generator draws a number.
 
     None if its memory looks different.
@@ -419,8 +418,7 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         if offset < 0:
             return None
         memory = (ctypes.c_char * (318 * 8)).from_address(start + offset)
-        # what is left, the next one; the normals
-        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)
+        look = functools.partial(getattr, memory, "raw")
         seen = {look()}
         for _ in range(700):  # one period of the 624 words, then normals, which come in pairs
             torch.rand((), generator=generator, device="cpu")

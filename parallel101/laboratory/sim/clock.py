@@ -267,7 +267,8 @@ class World:
             rank.turn.acquire()
         if self.failure is not None:
             raise RankCancelled
-        rank.set_futures()
+        if rank.finished_futures:
+            rank.set_futures()
 
     def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
         """Block a rank until a work is done, or until the program's time limit, if it has one.

@@ -157,7 +157,8 @@ class MessageWork(SimWork):
             raise error
         self.waited = True
         if not self.done:
-            self.world.wait(self.rank, self, own_limit(timeout))
+            seconds = None if timeout is None else own_limit(timeout)
+            self.world.wait(self.rank, self, seconds)
         if self.tensor is not None:
             self.settle()
         return True

@@ -278,7 +278,7 @@ class TorchRandom:
 
     def __init__(self) -> None:
         # changes with every draw; get_state() would copy 5 kB at each switch
-        self._fingerprint: Callable[[], Any] = torch_private.generator_words() or object
+        self._fingerprint: Callable[[], Any] = torch_private.generator_memory() or object
         self._last: Any = None
         self._state = torch.empty(0)
 
