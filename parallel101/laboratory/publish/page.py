@@ -241,13 +241,6 @@ def lesson_page(
     return offline_html(lesson.title, html)
 
 
-def parts_of_page(page: str) -> tuple[str, float]:
-    """Return the body of a lesson's page, and how many seconds the lesson ran."""
-    found = re.search(r"<main>\n(.*)\n</main>\n<footer>.*? one run of ([\d.]+) s", page, re.DOTALL)
-    assert found is not None, "the template lesson.html.jinja2 has these"
-    return found[1], float(found[2])
-
-
 def course_page(
     title: str, body: str, *, homework: bool = False, terms: Sequence[glossary.Term] = ()
 ) -> str:

@@ -3,18 +3,19 @@
     notebooks ── execute.py, page.py ──▶ a page each, written as soon as its lesson has run
     the others ──▶ {path in the site: text} ──▶ written at the end, the index last
 
-If a lesson fails, the others still run. Files are written whole or not at all. A page ends with a
-digest of what it is made from:
+If a lesson fails, the others still run. Files are written whole or not at all. What depends on
+nothing that has changed isn't made again, by a digest of what it is made from:
 
-    a lesson's   the notebook, the other files beside it, and this package
-    the index's  the same of the whole site: all notebooks, docs/, the homework
-    the atlas's  those folders of the package that its 984 runs depend on
+    a lesson that has run   the notebook, the other files beside it, and this package
+    the index               the same of the whole site: all notebooks, docs/, the homework
+    the atlas               those folders of the package that its 984 runs depend on
 
-What has the same digest isn't made again.
+Lessons are kept with their outputs beside the pages, which are made from these again.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import re
@@ -26,6 +27,9 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+import nbformat
+from nbformat import NotebookNode
 
 from parallel101.extras import needs_extra
 from parallel101.laboratory import PACKAGE
@@ -50,7 +54,6 @@ from parallel101.laboratory.publish.page import (
     lesson_body,
     lesson_page,
     machine,
-    parts_of_page,
 )
 from parallel101.laboratory.publish.search_index import FILE as SEARCH
 from parallel101.laboratory.publish.search_index import (
@@ -63,7 +66,7 @@ from parallel101.laboratory.publish.search_index import (
 from parallel101.laboratory.publish.syllabus import Syllabus
 from parallel101.laboratory.publish.tools import TOOLS, collectives_atlas_page
 
-ROOT, INDEX = Path(PACKAGE), "index.html"
+ROOT, INDEX, KEPT = Path(PACKAGE), "index.html", ".ran"
 ATLAS = (  # what the runs of the atlas and their pictures depend on
     *("collectives", "cost", "mesh.py", "spans.py"),
     *(f"laboratory/{room}" for room in ("analysis", "publish", "record", "sim", "viz")),
@@ -80,7 +83,7 @@ class Published(NamedTuple):
     failed: list[LessonFailed]
 
 
-RunLesson = tuple[str, float, str]  # its body, its seconds, and the digest of what it was made from
+RunLesson = tuple[str, float]  # its body, and its seconds
 
 
 class Course(NamedTuple):
@@ -124,8 +127,8 @@ def publish(
 ) -> Published:
     """Run each notebook from top to bottom and write it as a page.
 
-    If a lesson fails, the others still run. A lesson with a page in `out` doesn't run again as long
-    as its notebook, the files beside it and this package are the same.
+    If a lesson fails, the others still run. A lesson that has run for `out` doesn't run again as
+    long as its notebook, the files beside it and this package are the same.
 
     Args:
         notebooks: the lessons to run, all from one folder.
@@ -154,19 +157,18 @@ def publish(
         report("Nothing has changed since these pages were written.")
         return Published([*(out / f"{path.stem}.html" for path in notebooks), out / INDEX], [])
     course = _course(notebooks, only, syllabus, repository)
+    names = None if course.whole else {*course.lessons}
     ran: dict[str, RunLesson] = {}
     failed: list[LessonFailed] = []
     for path in notebooks:
         began, name, page = time.perf_counter(), path.stem, out / f"{path.stem}.html"
-        made_from = _digest_of_lesson(path, course)
-        if not again and _is_unchanged(page, made_from):
-            ran[name] = (*parts_of_page(page.read_text(encoding="utf-8")), made_from)
-            report(f"✓ {name} has not changed")
-            continue
+        said = "has not changed"
         try:
-            notebook = run_notebook(path, timeout=timeout)
-            seconds = time.perf_counter() - began
-            names = None if course.whole else {*course.lessons}
+            if (notebook := None if again else last_run(path, out)) is None:
+                notebook = run_notebook(path, timeout=timeout)
+                notebook.metadata.seconds = time.perf_counter() - began
+                said = f"ran in {notebook.metadata.seconds:.1f} s"
+                _keep(notebook, _kept(path, out))
             body = lesson_body(notebook, folder, course.homework, names)
         except (LessonFailed, ValueError) as error:
             if not isinstance(error, LessonFailed):
@@ -175,9 +177,9 @@ def publish(
             page.unlink(missing_ok=True)
             report(f"✗ {name} failed after {time.perf_counter() - began:.1f} s")
         else:  # written at once: after a run that is stopped, it doesn't run again
-            ran[name] = body, seconds, made_from
+            ran[name] = body, notebook.metadata.seconds
             _write(page, _page_of_lesson(name, ran[name], [*course.lessons.values()], course))
-            report(f"✓ {name} ran in {seconds:.1f} s")
+            report(f"✓ {name} {said}")
     files = _files(course, ran, out, report)
     if not failed:
         files[INDEX] = _marked(files[INDEX], given)
@@ -205,9 +207,7 @@ def _course(
 
 
 def _page_of_lesson(name: str, ran: RunLesson, lessons: Sequence[Lesson], course: Course) -> str:
-    body, seconds, made_from = ran
-    html = lesson_page(course.lessons[name], body, seconds, lessons, course.repository)
-    return _marked(html, made_from)
+    return lesson_page(course.lessons[name], *ran, lessons, course.repository)
 
 
 def _files(
@@ -306,11 +306,28 @@ def search_entries(
 # ---- what has changed ----
 
 
-def _digest_of_lesson(path: Path, course: Course) -> str:
-    """Return the digest of what a lesson's page is made from."""
+def _kept(path: Path, out: Path) -> Path:
+    """Return where a lesson that has run is kept, with the digest of what its outputs depend on."""
     beside = [file for file in path.parent.iterdir() if file.is_file() and file.suffix != ".ipynb"]
-    linked = [task.address for task in course.homework.values()], course.whole or [*course.lessons]
-    return _digest([path, *beside], _digest_of_package(), linked, machine())
+    made_from = _digest([path, *beside], _digest_of_package(), machine())
+    return out / KEPT / f"{path.stem}.{made_from}.ipynb.gz"
+
+
+def _keep(notebook: NotebookNode, kept: Path) -> None:
+    """Write a notebook that has run, in place of its earlier runs."""
+    kept.parent.mkdir(exist_ok=True)
+    for earlier in kept.parent.iterdir():
+        if earlier.name.rsplit(".", 3)[0] == kept.name.rsplit(".", 3)[0]:
+            earlier.unlink()
+    _write(kept, gzip.compress(nbformat.writes(notebook).encode()))
+
+
+def last_run(path: Path, out: Path) -> NotebookNode | None:
+    """Return a lesson with its outputs, if it has run for `out` and nothing has changed since."""
+    kept = _kept(path, out)
+    if not kept.exists():
+        return None
+    return nbformat.reads(gzip.decompress(kept.read_bytes()), as_version=4)
 
 
 def _digest_of_site(folder: Path, *facts: object) -> str:
@@ -359,12 +376,12 @@ def _is_unchanged(page: Path, made_from: str) -> bool:
     return said is not None and said[1] == made_from
 
 
-def _write(page: Path, text: str) -> None:
+def _write(page: Path, content: str | bytes) -> None:
     """Write the whole file or nothing: if the disk is full, the old one stays."""
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f"{page.name}.part")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, page)
     except OSError as error:
         # an error of write() itself does not name the file
