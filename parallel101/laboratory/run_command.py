@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel101.laboratory.ranks.script import KeptRecord, Script
+    from parallel101.laboratory.ranks.script import Script
     from parallel101.laboratory.record.rank_files import JoinedFiles
     from parallel101.laboratory.record.trace import Trace
     from parallel101.laboratory.sim.network import Network
@@ -195,7 +195,7 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     error: BaseException | None = None
     try:
         kept, backend = _kept_record(args), args.backend or "gloo"
-        trace = launch(run_script, script, kept, trace=True, backend=backend, **options).trace
+        trace = launch(run_script, script, *kept, trace=True, backend=backend, **options).trace
     except BaseException as failed:
         if (trace := getattr(failed, "trace", None)) is None:
             raise
@@ -213,11 +213,10 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     return 0 if error is None else 1 if isinstance(error, Exception) else 130
 
 
-def _kept_record(args: argparse.Namespace) -> KeptRecord:
-    from parallel101.laboratory.ranks.script import KeptRecord
+def _kept_record(args: argparse.Namespace) -> tuple[int, Path | None]:
     from parallel101.laboratory.record.last_events import LAST_EVENTS
 
-    return KeptRecord(args.last_events or LAST_EVENTS, args.record)
+    return args.last_events or LAST_EVENTS, args.record
 
 
 def _run_in_job(args: argparse.Namespace, script: Script) -> int:
@@ -248,7 +247,7 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     try:
         join_job(
             run_script,
-            (script, _kept_record(args)),
+            (script, *_kept_record(args)),
             {},
             recording=True,
             backend=backend,

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -183,35 +184,21 @@ def test_ranks_end_after_an_interrupt_and_when_the_launching_process_is_killed(t
     assert _gone(killed + family)
 
 
+@pytest.mark.skipif(processes.start_method() != "fork server", reason="ranks are spawned here")
 def test_an_interrupt_between_request_and_answer_does_not_confuse_the_next_launch(monkeypatch):
-    """Ctrl-C may fall between a request to the fork server and its answer.
-
-    The next answer is then that of the old request.
-    """
     p101.launch(lambda: None, world_size=1)
-    server = processes._server
-    if server.process is None:
-        pytest.skip("this machine starts ranks by spawn")
-    answer, interrupts = server._answer, iter([KeyboardInterrupt])
 
-    def interrupted():
-        for error in interrupts:
-            raise error
-        return answer()
+    send = socket.send_fds
 
-    monkeypatch.setattr(server, "_answer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        p101.launch(lambda: None, world_size=2)
-    pids, start = [], processes._fork_one
+    def interrupted(*request):
+        send(*request)
+        raise KeyboardInterrupt
 
-    def started(module):
-        rank = start(module)
-        pids.append(rank.pid)
-        return rank
-
-    monkeypatch.setattr(processes, "_fork_one", started)
-    assert p101.launch(os.getpid, world_size=2).results == pids
-    assert p101.launch(os.getpid, world_size=2).results == pids[2:]
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "send_fds", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            p101.launch(lambda: None, world_size=2)
+    assert p101.launch(dist.get_rank, world_size=2).results == [0, 1]
 
 
 def test_an_interrupt_while_a_result_is_read_is_an_interrupt(monkeypatch):

@@ -13,127 +13,105 @@ from torch.distributed import isend as aliased_isend
 
 import parallel101 as p101
 from tests.ranks.failing import fails, line_of
+from tests.ranks.faults import wait_for
 
 
-def ring():
-    rank, n = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % n, (rank - 1) % n
-    x, inbox = torch.full((5,), float(rank)), torch.empty(5)
-    for _ in range(3):
+def everything():
+    """On rank 0 of three: each kind of call, and what is recorded of it."""
+    rank, x = dist.get_rank(), torch.ones(6)
+    right, left = (rank + 1) % 3, (rank - 1) % 3
+    for values in (torch.full((5,), float(rank)), torch.ones(10_000)):
+        inbox = torch.empty_like(values)
         if dist.get_backend() == "nccl":  # where both sends would wait for each other
-            batch = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, inbox, left)]
-            for work in dist.batch_isend_irecv(batch):
-                work.wait()
+            batch = [dist.P2POp(dist.isend, values, right), dist.P2POp(dist.irecv, inbox, left)]
+            wait_for(dist.batch_isend_irecv(batch))
             continue
-        work = aliased_isend(x, right)
+        work = aliased_isend(values, right)
         dist.recv(inbox, left)
         work.wait()
+    with p101.span("forward", microbatch=3):
+        dist.broadcast(x, 1)
+    p101.compute(5.0)  # virtual seconds: it does nothing on a real rank
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    dist.reduce(x, 2)
+    dist.all_gather([torch.empty(6) for _ in range(3)], x)
+    dist.all_gather_into_tensor(torch.empty(18), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, by a function around it
+        dist.reduce_scatter_tensor(torch.empty(2), x)
+    dist.all_to_all_single(torch.empty(6), x)
+    parts = [torch.empty(6) for _ in range(3)] if rank == 0 else None
+    dist.gather(x, parts, 0)
+    dist.scatter(x, parts, 0)
+    if dist.get_backend() != "nccl":
+        dist.monitored_barrier()
+    dist.barrier()
+    pair = dist.new_group([2, 0])
+    if rank in (0, 2):
+        dist.all_reduce(torch.ones(1), group=pair)
     return inbox
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_message_is_recorded_with_both_ends(backend, world_size):
-    trace = p101.launch(lambda: ring(), world_size=world_size, backend=backend, trace=True).trace
-    assert trace.bytes_sent == trace.bytes_received == [3 * 5 * 4] * world_size
-    assert trace.messages_sent == [3] * world_size
-    calls = ["batch_isend_irecv("] * 2 if backend == "nccl" else ["aliased_isend(", "dist.recv"]
-    at_send, at_recv = (line_of(ring, call) for call in calls)
+CALLS = [  # rank 0's: kind, bytes, peer, name
+    *[("send", n, 1, None) for n in (20, 40_000)],
+    *[("recv", n, 2, None) for n in (20, 40_000)],
+    ("broadcast", 24, 1, None),
+    ("span", 0, None, "forward"),
+    ("all_reduce", 24, None, "max"),
+    ("reduce", 24, 2, "sum"),
+    *[("all_gather", 72, None, None)] * 2,
+    ("reduce_scatter", 24, None, "sum"),
+    ("all_to_all", 24, None, None),
+    ("gather", 72, 0, None),
+    ("scatter", 72, 0, None),
+    *[("barrier", 0, None, None)] * 2,
+    ("all_reduce", 4, None, "sum"),
+]
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim", pytest.param("nccl", marks=pytest.mark.nccl(3))])
+def test_every_call_is_recorded_once_with_its_ends_its_bytes_and_its_line(world):
+    run = p101.launch(everything, world_size=3, backend=world, trace="payload")
+    trace = run.trace
+    own = [e for e in trace.events if e.rank == 0]
+    expected = CALLS if world != "nccl" else [*CALLS[:-2], CALLS[-1]]
+    key = lambda call: (call[0], str(call))  # noqa: E731
+    assert sorted(((e.kind, e.nbytes, e.peer, e.name) for e in own), key=key) == sorted(
+        expected, key=key
+    )
+    assert trace.bytes_sent == trace.bytes_received == [40_020] * 3, "of messages only"
+    assert trace.messages_sent == [2] * 3 and not trace.unfinished
+    calls = ["batch_isend_irecv("] * 2 if world == "nccl" else ["aliased_isend(", "dist.recv"]
+    places = tuple(line_of(everything, call) for call in calls)
     for message in trace.messages():
-        assert message.dst == (message.src + 1) % world_size
-        assert (message.send.where, message.recv.where) == (at_send, at_recv)
-        assert message.send.shape == message.recv.shape == (5,)
-        assert message.send.dtype == "float32"
+        assert message.dst == (message.src + 1) % 3
+        assert (message.send.where, message.recv.where) == places
+        assert message.send.seq == message.recv.seq and message.send.dtype == "float32"
+        assert message.send.shape == message.recv.shape
+        small = message.send.shape == (5,)
+        assert message.payload == ([float(message.src)] * 5 if small else None)
         assert 0 <= message.start <= message.end <= trace.makespan
-    for rank in range(world_size):
-        assert [e.seq for e in trace.events if e.rank == rank and e.kind == "recv"] == [1, 2, 3]
+    (span,) = [e for e in own if e.kind == "span"]
+    (inside,) = [e for e in own if e.kind == "broadcast"]
+    assert span.args == {"microbatch": 3}
+    assert span.start <= inside.start <= inside.end <= span.end
+    (scatter,) = [e for e in own if e.kind == "reduce_scatter"]
+    assert scatter.where == line_of(everything, "reduce_scatter_tensor")
+    assert {e.group.ranks for e in own if e.nbytes == 4} == {(0, 2)}
+    assert (trace.makespan > 5.0) == (world == "sim")
 
 
 def test_unrecorded_runs_have_no_trace_and_the_same_results():
     plain, recorded = (
-        p101.launch(lambda: ring(), world_size=3, trace=trace) for trace in (False, True)
+        p101.launch(everything, world_size=3, trace=trace) for trace in (False, True)
     )
     assert plain.trace is None
     assert all(torch.equal(a, b) for a, b in zip(plain.results, recorded.results, strict=True))
+    assert all(m.payload is None for m in recorded.trace.messages())
     with pytest.raises(ValueError, match="trace=True"):
         plain.animate()
-
-
-def test_collectives_of_torch_are_one_event_a_rank_with_their_payload():
-    def program():
-        n = dist.get_world_size()
-        x = torch.ones(6)
-        dist.broadcast(x, 1)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
-        dist.reduce(x, 2)
-        dist.all_gather([torch.empty(6) for _ in range(n)], x)
-        dist.all_gather_into_tensor(torch.empty(6 * n), x)
-        dist.reduce_scatter_tensor(torch.empty(2), x)
-        dist.all_to_all_single(torch.empty(6), x)
-        parts = [torch.empty(6) for _ in range(n)] if dist.get_rank() == 0 else None
-        dist.gather(x, parts, 0)
-        dist.scatter(x, parts, 0)
-        dist.barrier()
-
-    trace = p101.launch(program, world_size=3, trace=True).trace
-    mine = [(e.kind, e.nbytes, e.peer, e.name) for e in trace.events if e.rank == 0]
-    assert mine == [
-        ("broadcast", 24, 1, None),
-        ("all_reduce", 24, None, "max"),
-        ("reduce", 24, 2, "sum"),
-        ("all_gather", 72, None, None),
-        ("all_gather", 72, None, None),
-        ("reduce_scatter", 24, None, "sum"),
-        ("all_to_all", 24, None, None),
-        ("gather", 72, 0, None),
-        ("scatter", 72, 0, None),
-        ("barrier", 0, None, None),
-    ]
-    assert trace.bytes_sent == [0, 0, 0], "only point-to-point messages count as bytes sent"
-
-
-def test_spans_name_compute():
-    def program():
-        with p101.span("forward", microbatch=3):
-            dist.all_reduce(torch.ones(1))
-        p101.compute(5.0)  # virtual seconds: it does nothing on a real rank
-
-    trace = p101.launch(program, world_size=2, trace=True).trace
-    for rank in range(2):
-        (span,) = [e for e in trace.spans("forward") if e.rank == rank]
-        (inside,) = [e for e in trace.events if e.rank == rank and e.kind == "all_reduce"]
-        assert span.args == {"microbatch": 3}
-        assert span.start <= inside.start <= inside.end <= span.end
-    assert trace.makespan < 5.0
     with p101.span("outside a run"):
         pass  # outside a recorded run it does nothing
-
-
-def test_values_of_small_messages_are_recorded_on_request():
-    def program():
-        rank = dist.get_rank()
-        for count in (3, 10_000):
-            x = torch.arange(count)
-            dist.recv(x, 0) if rank else dist.send(x, 1)
-
-    messages = p101.launch(program, world_size=2, trace="payload").trace.messages()
-    assert [m.payload for m in messages] == [[0, 1, 2], None]
-    messages = p101.launch(program, world_size=2, trace=True).trace.messages()
-    assert all(m.payload is None for m in messages)
-
-
-def test_subgroups_are_named_with_their_ranks():
-    def program():
-        group = dist.new_group([2, 0])
-        if dist.get_rank() in (0, 2):
-            x = torch.ones(1)
-            dist.all_reduce(x, group=group)
-            dist.send(x, 2, group=group) if dist.get_rank() == 0 else dist.recv(x, 0, group=group)
-
-    trace = p101.launch(program, world_size=3, trace=True).trace
-    (message,) = trace.messages()
-    assert (message.src, message.dst) == (0, 2)
-    assert message.send.group == message.recv.group and message.send.group.ranks == (0, 2)
-    assert {e.group.ranks for e in trace.events if e.kind == "all_reduce"} == {(0, 2)}
 
 
 def unwaited(what: str) -> None:
@@ -203,22 +181,6 @@ def test_a_run_that_timed_out_has_its_record(backend):
     ended = [(rank, kind) for rank in (0, 1) for kind in ("barrier", "span")]
     assert sorted((e.rank, e.kind) for e in trace.events) == ended
     assert [(e.rank, e.kind, e.peer) for e in trace.unfinished] == [(1, "send", 0)]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_calls_that_are_recorded_in_ways_of_their_own(backend):
-    def program():
-        dist.monitored_barrier()
-        dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is deprecated, by a function around it
-            dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4))
-
-    trace = p101.launch(program, world_size=2, backend=backend, trace=True).trace
-    kinds, shapes, places = zip(*((e.kind, e.shape, e.where) for e in trace.events if e.rank == 0))
-    assert kinds == ("barrier", "all_to_all", "reduce_scatter") and not trace.unfinished
-    assert shapes[1] == (2, 3), "of its input"
-    assert places[2] == line_of(program, "reduce_scatter_tensor")
 
 
 @pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])

@@ -1,13 +1,12 @@
-"""A script with several launches and no main guard, under torchrun: every rank gets all results,
-and errors can be caught. (What ends a job: faults.py. Under `python`: test_left_behind.py.)
+"""A script with several launches and no main guard, in a job: every rank gets all results, and
+errors can be caught. (What ends a job: faults.py. By torchrun itself: test_hosts.py.)
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
+
+from tests.ranks.job import Job
 
 # CPython tells an audit hook of each class or function that an unpickler imports. One that makes
 # objects of listed classes only imports none.
@@ -45,6 +44,12 @@ SCRIPT = """
         error.failed_rank = 1
         raise error
 
+    def only_here():  # and nobody waits for it
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(2), async_op=True)
+        return dist.get_rank()
+
+    assert p101.launch(only_here).results == [0, 1]
     wrong = [  # the job goes on after each of these
         (lambda: None, {"world_size": 3}),
         (lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(), {}),
@@ -72,21 +77,14 @@ SCRIPT = """
 SAID = "([3.0, 3.0], [[0, 0], [1, 1]]) [10, 11] 2 [0, 1, 2]"
 
 
-def test_by_torchrun_where_errors_can_be_caught_and_a_deadlock_ends_the_job(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode and done.stdout.splitlines() == [SAID, SAID], done.stderr
-    assert "rank 0 waits in recv from rank 1" in done.stderr
-    assert "unpickled" not in done.stderr, "nothing that another rank sent may be unpickled"
-    caught = [line for line in done.stderr.splitlines() if line.startswith("caught ")]
+def test_errors_can_be_caught_and_a_deadlock_ends_the_job(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    job = Job(tmp_path, script="script.py")
+    text = job.react()
+    assert 0 not in job.exitcodes and text.count(SAID) == 2, text
+    assert "rank 0 waits in recv from rank 1" in text
+    assert "unpickled" not in text, "nothing that another rank sent may be unpickled"
+    caught = [line for line in text.splitlines() if line.startswith("caught ")]
     for message, ranks in [
         ("ValueError: world_size is 3, but this job has 2 ranks", 2),
         ("RankFailed: rank 1 raised ZeroDivisionError", 2),

@@ -50,10 +50,10 @@ def serve(fd: int) -> None:
             request, fds = _receive(server)
             if not request:
                 break
-            what, number, *names = request
+            what, *names = request
             if what == "import":
                 # at once: the launching process need not wait for the imports
-                _answer(server, number, 0)
+                _answer(server, 0)
                 for name in names:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
@@ -65,7 +65,7 @@ def serve(fd: int) -> None:
             except OSError as refused:  # too many processes, or no memory
                 for end in fds:
                     os.close(end)
-                _answer(server, number, -(refused.errno or errno.EAGAIN))
+                _answer(server, -(refused.errno or errno.EAGAIN))
                 continue
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -78,7 +78,7 @@ def serve(fd: int) -> None:
             *theirs, statuses[pid] = fds
             for end in theirs:
                 os.close(end)
-            _answer(server, number, pid)
+            _answer(server, pid)
     server.close()
     for pid in statuses:
         try:
@@ -106,11 +106,11 @@ def _receive(server: socket.socket) -> tuple[list[str], list[int]]:
     return line.decode().split(), fds
 
 
-def _answer(server: socket.socket, number: str, answer: int) -> None:
+def _answer(server: socket.socket, answer: int) -> None:
     """Answer a request: a rank's pid, or an errno below zero; 0 where no rank was asked for."""
     # the launching process is gone: the next request will be empty
     with contextlib.suppress(OSError):
-        server.send(f"{number} {answer}\n".encode())
+        server.send(str(answer).encode())
 
 
 def _take_channels(control: int, out: int, err: int, status: int) -> dict[str, Any]:

@@ -69,6 +69,8 @@ from parallel101.laboratory.record.errors import (
 WAIT_FOR_OTHERS = 1.0
 TO_FAIL = 0.3  # seconds for the other ranks to lose their connection to one that has died
 TO_ANSWER = 1.5  # seconds for the ranks to send their stacks
+# frames that set an attribute of a MonitoredRank
+ANSWERS = {STACKS: "stacks", ABORTS: "aborts", LEAVES: "leaves"}
 LONGEST_LOOK = 0.5  # seconds between two looks at whether a signal has come
 
 
@@ -239,17 +241,13 @@ class Monitor:
             ranks[rank.rank] = replace(
                 posted, blocked=status.blocked, limit=status.limit, returned=status.returned
             )
-        elif kind == STACKS:
-            rank.stacks = value
+        elif kind in ANSWERS:
+            setattr(rank, ANSWERS[kind], value)
         elif kind == FAILURE:
             rank.failure = value
             ranks[rank.rank] = replace(status, blocked=None, limit=None)
             others_may_fail = value.consequence and len(self.ranks) > 1
             self._fail_within(WAIT_FOR_OTHERS if others_may_fail else WAIT_FOR_CAUSE)
-        elif kind == ABORTS:
-            rank.aborts = value
-        elif kind == LEAVES:
-            rank.leaves = True
         elif kind == WANTS_REPORT:
             self.watcher.report_wanted = True
 

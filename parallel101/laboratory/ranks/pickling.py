@@ -51,7 +51,8 @@ def unpack(body: bytes, buffers: list, plain: bool = False) -> Any:
     With `plain`, raise UnpicklingError for any class that isn't listed.
     """
     reader = _PlainUnpickler if plain else pickle.Unpickler
-    with collector_paused():  # a record may have millions of events
+    # a record may have millions of events; the default device may be a GPU, or meta
+    with collector_paused(), torch.device("cpu"):
         return reader(io.BytesIO(body), buffers=buffers).load()
 
 
@@ -74,7 +75,8 @@ def pack_result(value: Any, rank: int, plain: bool = False) -> tuple[bytes, list
 
 def _tensor_or_error(pickler: Any, obj: Any) -> Any:
     """Return how to rebuild a dense tensor or an exception; NotImplemented for anything else."""
-    if is_dense(obj):
+    strided = type(obj) is torch.Tensor and obj.layout is torch.strided
+    if strided and not (obj.is_meta or obj.is_quantized):  # so its memory is its values
         tensor = lean(obj)
         storage = tensor.untyped_storage()
         pickled = pickler.storages.setdefault(
@@ -114,18 +116,12 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
-def is_dense(obj: Any) -> bool:
-    """Return whether an object is a plain tensor, whose memory is its values."""
-    dense = type(obj) is torch.Tensor and obj.layout is torch.strided
-    return dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg())
-
-
 def lean(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it is sent: on the CPU, without a graph or the rest of its storage.
 
     The launching process may have no GPU.
     """
-    sent = tensor.detach().cpu()
+    sent = tensor.detach().resolve_conj().resolve_neg().cpu()
     if sent.untyped_storage().nbytes() > max(2 * sent.nbytes, SMALL):
         sent = sent.clone(memory_format=torch.contiguous_format)
     return sent.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -181,7 +181,6 @@ class _Server:
         self.owner = 0
         self.sock: socket.socket | None = None
         self.process: subprocess.Popen | None = None
-        self.requests = 0
         self.preloaded: set[str] = set()  # modules that it was asked to import
 
     def fork(self, fds: list[int], module: str) -> int:
@@ -192,17 +191,11 @@ class _Server:
         with self.lock:
             for _attempt in (1, 2):
                 self._start_if_needed()
-                assert self.sock is not None
-                try:
-                    self.requests += 1
-                    socket.send_fds(self.sock, [f"fork {self.requests} {module}\n".encode()], fds)
-                    answer = self._answer()
-                except OSError:
-                    self.stop()
-                    continue
-                if answer < 0:
-                    raise OSError(-answer, os.strerror(-answer))
-                return answer
+                with contextlib.suppress(ConnectionError):
+                    answer = self._ask(f"fork {module}", fds)
+                    if answer < 0:
+                        raise OSError(-answer, os.strerror(-answer))
+                    return answer
         raise RuntimeError(
             "the fork server ended twice before it could start a rank. Run `parallel101 doctor` to "
             "see what works on this machine"
@@ -211,25 +204,26 @@ class _Server:
     def preload(self, modules: Iterable[str]) -> None:
         with self.lock:
             self._start_if_needed()
-            new = sorted(set(modules) - self.preloaded)
-            if new and self.sock is not None:
+            if new := sorted(set(modules) - self.preloaded):
                 self.preloaded |= set(new)
-                with contextlib.suppress(OSError):
-                    self.requests += 1
-                    self.sock.sendall(f"import {self.requests} {' '.join(new)}\n".encode())
-                    self._answer()
+                with contextlib.suppress(ConnectionError):
+                    self._ask(f"import {' '.join(new)}", [])
 
-    def _answer(self) -> int:
-        """Return the answer to the newest request.
+    def _ask(self, request: str, fds: list[int]) -> int:
+        """Return the answer to a request.
 
-        After a Ctrl-C between a request and its answer, that old answer comes first.
+        Without one, the server is ended, also after Ctrl-C: it would answer the next request.
         """
         assert self.sock is not None
-        while data := self.sock.recv(4096):
-            number, _, answer = data.split(b"\n")[-2].partition(b" ")
-            if int(number) == self.requests:
-                return int(answer)
-        raise ConnectionError("the fork server has ended")
+        try:
+            socket.send_fds(self.sock, [f"{request}\n".encode()], fds)
+            return int(self.sock.recv(64))
+        except (OSError, ValueError):
+            self.stop()
+            raise ConnectionError("the fork server has ended") from None
+        except BaseException:
+            self.stop()
+            raise
 
     def _start_if_needed(self) -> None:
         if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:

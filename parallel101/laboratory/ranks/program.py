@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -109,9 +108,7 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
     Raises ImportError or TypeError, with advice, when a rank can't read what could be pickled.
     """
     try:
-        # on NCCL the default device is a GPU, and torch would restore a CPU tensor's memory there
-        with torch.device("cpu"):
-            return unpack(body, buffers)
+        return unpack(body, buffers)
     except ImportError as error:
         advice = (
             "The ranks import it by name, as a script would: add its directory to sys.path before "
@@ -288,18 +285,17 @@ def pack_failure(failure: Failure, plain: bool = False) -> tuple[bytes, list]:
 def program_traceback(error: BaseException) -> str:
     """Return the traceback from the program's first frame on, without ours before it.
 
-    "" if there are only ours.
+    "" if a file of ranks/ raised the error: the program's arguments do not fit, or its result can't
+    be pickled.
     """
     tb = error.__traceback__
-    while tb is not None and is_inside(tb.tb_frame.f_code.co_filename):
-        tb = tb.tb_next
-    if tb is None and not _raised_here(error):
-        tb = error.__traceback__
-    return (
-        "".join(traceback.format_exception(type(error), error, tb)).rstrip()
-        if tb is not None
-        else ""
-    )
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(tb)]
+    ours = next((k for k, name in enumerate(files) if not is_inside(name)), None)
+    if ours is None and files and os.path.dirname(files[-1]) == os.path.dirname(__file__):
+        return ""
+    for _ in range(ours or 0):
+        tb = tb and tb.tb_next
+    return "".join(traceback.format_exception(type(error), error, tb)).rstrip() if tb else ""
 
 
 def _places(error: BaseException) -> list[str]:
@@ -309,16 +305,3 @@ def _places(error: BaseException) -> list[str]:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not is_library(frame.f_code.co_filename)
     ]
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Return whether a file of ranks/ raised the error.
-
-    Then the program's arguments do not fit, or its result can't be pickled.
-    """
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    return tb is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(
-        __file__
-    )

@@ -102,36 +102,17 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@dataclass(frozen=True)
-class KeptRecord:
-    """The part of a rank's record that `parallel101 run` keeps.
-
-    Attributes:
-        last_events: the record has at least this many of the newest events, and sums of the others.
-        directory: where it is written while the script runs, or None.
-    """
-
-    last_events: int = LAST_EVENTS
-    directory: Path | None = None
-
-    def of(self, target: Any) -> contextlib.AbstractContextManager[None]:
-        """Limit the events that the rank's recorder keeps inside the block.
-
-        On sim all events are kept.
-        """
-        if not isinstance(target, RankRecorder):
-            return contextlib.nullcontext()
-        files = None
-        if self.directory is not None:
-            backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-            files = RankFiles(self.directory, target.rank, dist.get_world_size(), backend)
-        return target.keeping_last(self.last_events, files)
-
-
-def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
+def run_script(
+    script: Script, last_events: int = LAST_EVENTS, directory: Path | None = None
+) -> None:
     """Run a script on this rank, inside a launch.
 
     Each time in which it is blocked in a call of torch.distributed is recorded as a wait.
+
+    Args:
+        last_events: the record has at least this many of the newest events, and sums of the others.
+            On sim all events are kept.
+        directory: where the record is written while the script runs, or None.
     """
     if (target := recorder()) is not None:
         target.record_waits = True  # type: ignore[attr-defined]
@@ -140,11 +121,20 @@ def run_script(script: Script, kept: KeptRecord = KeptRecord()) -> None:
     code, main = script.load()
     sys.modules["__main__"] = main
     sys.argv = [main.__file__ or script.target, *script.arguments]
-    with kept.of(target), host_time(target, dist.get_backend()) as own, steps_marked(target, own):
+    keeping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(target, RankRecorder):
+        backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+        files = directory and RankFiles(directory, target.rank, dist.get_world_size(), backend)
+        keeping = target.keeping_last(last_events, files)
+    with keeping, host_time(target, dist.get_backend()) as own, steps_marked(target, own):
         _mark("start", script)
         try:
-            with _end_of_process(), _success_accepted():
-                exec(code, main.__dict__)
+            with _end_of_process():
+                try:
+                    exec(code, main.__dict__)
+                except SystemExit as stopped:
+                    if stopped.code not in (None, 0):
+                        raise
             # as Python does at its end: files are written, and workers stopped
             main.__dict__.clear()
             gc.collect()
@@ -185,16 +175,6 @@ def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def _success_accepted() -> Iterator[None]:
-    """Let `sys.exit()` and `sys.exit(0)` end the script without an error, inside the block."""
-    try:
-        yield
-    except SystemExit as stopped:
-        if stopped.code not in (None, 0):
-            raise
 
 
 @contextlib.contextmanager

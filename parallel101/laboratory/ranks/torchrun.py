@@ -398,7 +398,7 @@ class JobWatcher(Watcher):
     def _leave(self, number: int) -> None:
         """End this rank because a signal asks for it."""
         with contextlib.suppress(OSError):
-            self.wire.send(LEAVES)
+            self.wire.send(LEAVES, True)
         self.keep_record()
         os._exit(128 + number)
 
