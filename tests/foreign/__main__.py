@@ -3,20 +3,21 @@ and under `parallel101 run`. Nothing is fetched, and what isn't installed is ski
 
     python -m tests.foreign              all of them: about ten minutes
     python -m tests.foreign lightning    one
+    python -m tests.foreign -- train.py  any program for torchrun
 
-README.md says how to install them, and how to repeat the other programs with compare.py.
+README.md says how to install them, and how to repeat the other programs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from .compare import STARTERS, compare, exit_on_sigterm, failed, print_table
+from .compare import LOSS, compare, exit_on_sigterm, failed, print_table
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -57,37 +58,34 @@ OTHER_NUMBERS = {  # the lecture also prints memory that was never written
 }
 
 
-def missing(needs: tuple[str, ...]) -> list[str]:
-    return [module for module in needs if importlib.util.find_spec(module) is None]
-
-
 def main() -> None:
     exit_on_sigterm()
     os.environ["ACCELERATE_USE_CPU"] = "1"  # else each rank of its test_sync is alone
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(FOREIGN)}")
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
-    asked = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=2, help="of a program after --")
+    parser.add_argument("--numbers", default=LOSS, help="a pattern whose group is a number")
+    where = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    asked, program = parser.parse_args(sys.argv[1:where]), tuple(sys.argv[where + 1 :])
     if unknown := set(asked.names) - set(FOREIGN):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(FOREIGN)}")
+    chosen = {name: FOREIGN[name] for name in asked.names or FOREIGN}
+    if program:
+        chosen = {" ".join(program)[:60]: Foreign((), program, asked.ranks)}
     wrong = []
-    for name in asked.names or FOREIGN:
-        foreign = FOREIGN[name]
-        if absent := missing(foreign.needs):
+    for name, foreign in chosen.items():
+        if absent := [module for module in foreign.needs if find_spec(module) is None]:
             print(f"{name}: skipped, because {' and '.join(absent)} cannot be imported\n")
             continue
-        options = {"pattern": OTHER_NUMBERS[name]} if name in OTHER_NUMBERS else {}
-        rows, outcomes = compare(
-            *(list(foreign.program), foreign.ranks, tuple(STARTERS)),
-            seconds=asked.seconds,
-            folder=PROGRAMS,
-            **options,
-        )
-        print_table(name, rows)
+        numbers = OTHER_NUMBERS.get(name, asked.numbers)
+        folder = None if program else PROGRAMS
+        rows, outcomes = compare([*foreign.program], foreign.ranks, numbers, asked.seconds, folder)
         if failed(rows):
             wrong.append(name)
             for outcome in outcomes:
-                print(f"───── {outcome.starter}\n{outcome.text[-3000:]}")
+                print(f"───── {outcome.starter}\n{outcome.text[-6000:]}")
+        print_table(name, rows)
         print()
     sys.exit(f"not as under torchrun: {', '.join(wrong)}" if wrong else 0)
 

@@ -1,6 +1,6 @@
 """Run one program under torchrun and under `parallel101 run`, and compare the losses it prints.
 
-    python -m tests.foreign.compare --ranks 2 -- train.py config/train_shakespeare_char.py
+    python -m tests.foreign --ranks 2 -- train.py config/train_shakespeare_char.py
 
     train.py      losses  same as torchrun's  seconds
     torchrun          12  –                       9.1
@@ -15,7 +15,6 @@ are sorted first.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LOSS = r"(?i)loss\w*['\"]?\s*[:=,]?\s*['\"]?(?:tensor\()?(-?\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
+TOLERANCE = 1e-4  # relative
 PARALLEL101 = [sys.executable, "-m", "parallel101", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 WHOLE_LINES = "--tee=3"  # else torchrun's ranks write into each other's lines
@@ -116,7 +116,7 @@ def run_program(starter: str, program: list[str], ranks: int, seconds: float, fo
     return Outcome(starter, status, text, time.monotonic() - began)
 
 
-def same_numbers(found: list[float], expected: list[float], tolerance: float) -> str:
+def same_numbers(found: list[float], expected: list[float]) -> str:
     """ "yes", or in which way `found` differs from `expected`."""
     if len(found) != len(expected):
         return f"no: {len(found)} numbers"
@@ -125,16 +125,14 @@ def same_numbers(found: list[float], expected: list[float], tolerance: float) ->
     if all(a == b for a, b in pairs):
         return "yes"
     off = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
-    return f"{'yes' if off <= tolerance else 'no'}: within {off:.0e}"
+    return f"{'yes' if off <= TOLERANCE else 'no'}: within {off:.0e}"
 
 
 def compare(
     program: list[str],
     ranks: int = 2,
-    starters: tuple[str, ...] = tuple(STARTERS),
     pattern: str = LOSS,
     seconds: float = 300.0,
-    tolerance: float = 1e-4,
     folder: Path | None = None,
 ) -> tuple[list[tuple[str, ...]], list[Outcome]]:
     """Run the program with each starter, one after the other.
@@ -143,13 +141,13 @@ def compare(
     the outcomes.
     """
     outcomes = [
-        run_program(starter, program, ranks, seconds, folder or Path.cwd()) for starter in starters
+        run_program(starter, program, ranks, seconds, folder or Path.cwd()) for starter in STARTERS
     ]
     expected = outcomes[0].numbers(pattern)
     rows = []
     for outcome in outcomes:
         found = outcome.numbers(pattern)
-        same = "–" if outcome is outcomes[0] else same_numbers(found, expected, tolerance)
+        same = "–" if outcome is outcomes[0] else same_numbers(found, expected)
         if not expected and outcome.status == outcomes[0].status:
             same = "prints none"
         rows.append(
@@ -167,30 +165,3 @@ def print_table(title: str, rows: list[tuple[str, ...]]) -> None:
 
 def failed(rows: list[tuple[str, ...]]) -> bool:
     return any(row[4] or row[2].startswith("no") for row in rows)
-
-
-def main() -> None:
-    exit_on_sigterm()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--starters", default=",".join(STARTERS), help="default: %(default)s")
-    parser.add_argument("--numbers", default=LOSS, help="a pattern whose group is a number")
-    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of each run")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative")
-    parser.add_argument("--show", action="store_true", help="print what each run printed")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS")
-    asked = parser.parse_args()
-    program = asked.program[1:] if asked.program[:1] == ["--"] else asked.program
-    rows, outcomes = compare(
-        *(program, asked.ranks, tuple(asked.starters.split(",")), asked.numbers),
-        *(asked.seconds, asked.tolerance),
-    )
-    for outcome in outcomes:
-        if asked.show or outcome.ending():
-            print(f"───── {outcome.starter}\n{outcome.text[-6000:]}")
-    print_table(" ".join(program)[:60], rows)
-    sys.exit(failed(rows))
-
-
-if __name__ == "__main__":
-    main()

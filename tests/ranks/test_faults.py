@@ -100,5 +100,5 @@ def test_in_a_job_every_rank_ends_and_the_reason_is_printed(tmp_path):
 
 
 def test_a_rank_of_a_job_that_never_comes_is_named(tmp_path):
-    job = Job(tmp_path, first=1, fault="receive_cycle", options={"timeout": 2})
+    job = Job(tmp_path, first=1, fault="receive_cycle", options={"timeout": 4})
     assert "rank 0 had not reached this launch" in job.react() and job.exitcodes == [None, 1]

@@ -21,7 +21,7 @@ def line_of(text, script):
 
 
 SRUN = """
-import json, os, socket, torch, torch.distributed as dist, parallel101 as p101
+import json, os, socket, sys, torch, torch.distributed as dist, parallel101 as p101
 
 def where():
     return socket.gethostname(), os.environ["LOCAL_RANK"]
@@ -33,7 +33,7 @@ def deadlock():
         dist.recv(x, 5 - rank)  # both receive first
     dist.barrier()
 
-print(json.dumps(p101.launch(where).results), flush=True)
+sys.stdout.write(json.dumps(p101.launch(where).results) + "\\n")  # in one piece
 p101.launch(deadlock)
 """
 

@@ -37,28 +37,36 @@ def test_a_class_of_the_callers_comes_back_as_that_class():
     assert [type(point) is Point for point in results] == [True, True]
 
 
-def test_ranks_have_the_callers_directory_and_environment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FROM_THE_CALLER", "yes")
-    names = "FROM_THE_CALLER", "RANK", "WORLD_SIZE"
-    run = p101.launch(lambda: (os.getcwd(), *map(os.environ.get, names)), world_size=2)
-    assert run.results == [(str(tmp_path), "yes", str(rank), "2") for rank in range(2)]
+def addresses():
+    """The ends of this process's connections; on other systems than Linux they aren't asked."""
+    connections = psutil.Process().net_connections("inet") if sys.platform == "linux" else []
+    return {end.ip for c in connections for end in (c.laddr, c.raddr) if end}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's connections")
-def test_ranks_ask_no_name_server():
+def test_what_a_rank_finds(tmp_path, monkeypatch):
     """For a connection to ::ffff:127.0.0.1, as TCPStore's, torch looks up a name that is in no
     /etc/hosts: the network is asked.
     """
-    addresses = lambda: {  # noqa: E731
-        end.ip
-        for c in psutil.Process().net_connections("inet")
-        for end in (c.laddr, c.raddr)
-        if end
-    }
-    before = addresses()
-    run = p101.launch(lambda: dist.barrier() or addresses(), world_size=2)
-    assert run.results == [{"127.0.0.1"}] * 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FROM_THE_CALLER", "yes")
+    names, before = ("FROM_THE_CALLER", "RANK", "WORLD_SIZE"), addresses()
+
+    def program():
+        dist.barrier()
+        drawn = torch.rand(3).tolist()
+        return (
+            [*map(os.environ.get, names)],
+            os.getcwd(),
+            torch.get_num_threads(),
+            drawn,
+            addresses(),
+        )
+
+    own, *alike = zip(*p101.launch(program, world_size=2).results)
+    assert list(own) == [["yes", str(rank), "2"] for rank in range(2)]
+    assert all(first == second for first, second in alike), "torch's default seed is fixed"
+    assert [found for found, _ in alike[:2]] == [str(tmp_path), 1]
+    assert alike[-1][0] == ({"127.0.0.1"} if sys.platform == "linux" else set())
     assert addresses() <= before | {"127.0.0.1"}
 
 
@@ -73,13 +81,6 @@ def test_the_rendezvous_works_by_a_file_in_memory_and_by_a_temporary_one(monkeyp
         del stores
         one.close()
         assert not os.path.exists(one.path)
-
-
-def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch():
-    program = lambda: (torch.get_num_threads(), torch.rand(3).tolist())  # noqa: E731
-    first, second = p101.launch(program, world_size=2).results
-    # as in two fresh processes: torch's default seed is fixed
-    assert first == second and first[0] == 1
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])

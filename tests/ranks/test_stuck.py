@@ -39,11 +39,9 @@ def one_is_missing():
 def test_reports_come_with_pauses_that_double_until_something_moves():
     detector, ranks = StuckDetector(30.0), one_is_missing()
     told = []
-    now = 0.0
-    while now < 300.0:
-        now = max(now, detector.due(now, ranks))
-        assert detector.stuck(now, {1: now + 1})
-        told.append(now)
+    while not told or told[-1] < 300.0:
+        told.append(max(told[-1] if told else 0.0, detector.due(told[-1] if told else 0.0, ranks)))
+        assert detector.stuck(told[-1], {1: told[-1] + 1})
     assert told == [30.0, 90.0, 210.0, 450.0] and detector.pause == 480.0
     ranks.ranks[0].blocked = ranks.ranks[2].blocked = None
     assert detector.due(500.0, ranks) == math.inf
@@ -51,36 +49,29 @@ def test_reports_come_with_pauses_that_double_until_something_moves():
     assert detector.due(501.0, ranks) == 531.0, "a new wait begins with the first pause"
 
 
-def test_a_rank_that_still_calls_something_postpones_the_report():
-    detector, ranks = StuckDetector(30.0), one_is_missing()
-    detector.due(0.0, ranks)
-    assert not detector.stuck(30.0, {1: 12.0})
-    assert detector.due(30.0, ranks) == 30.0 + 30.0 - 12.0
-    assert detector.stuck(48.0, {1: 30.0})
+RUNS, WAITS, RETURNED = RankStatus(), RankStatus(call(0, "recv", 1)), RankStatus(returned=True)
+DUE = {  # a limit, the ranks → when there is a first look; then, who has called nothing so long
+    "no limit": (math.inf, [WAITS, RUNS], math.inf, {}),
+    "nobody waits": (30.0, [RUNS, RUNS], math.inf, {}),
+    "all have returned": (30.0, [RETURNED, RETURNED], math.inf, {}),
+    "one still runs": (30.0, [RETURNED, RUNS, RETURNED], 30.0, {29.0: False, 30.0: True}),
+    "it calls something": (30.0, [WAITS, RUNS], 30.0, {12.0: False, 30.0: True}),
+    "it does not answer": (30.0, [WAITS, RUNS], 30.0, {None: True}),
+}
 
 
-def test_ranks_that_have_returned_wait_for_those_that_have_not():
-    ranks = graph(RankStatus(returned=True), RankStatus(), RankStatus(returned=True))
-    detector = StuckDetector(30.0)
-    assert detector.due(0.0, ranks) == 30.0
-    assert not detector.stuck(30.0, {1: 29.0})
-    assert detector.stuck(31.0, {1: 30.0})
-    ranks.ranks[1].returned = True
-    assert detector.due(32.0, ranks) == math.inf
-
-
-def test_a_rank_that_begins_to_wait_is_progress_and_one_that_does_not_answer_is_none():
-    ranks = graph(RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus())
-    detector = StuckDetector(30.0)
-    detector.due(0.0, ranks)
-    ranks.ranks[1].blocked = call(1, "recv", 2)
-    assert detector.due(20.0, ranks) == 50.0
-    assert detector.stuck(50.0, {}), "rank 2 does not answer"
-
-
-def test_nothing_is_due_without_a_limit_or_a_wait():
-    assert StuckDetector(math.inf).due(9.0, one_is_missing()) == math.inf
-    assert StuckDetector(30.0).due(9.0, graph(RankStatus(), RankStatus())) == math.inf
+@pytest.mark.parametrize(("limit", "statuses", "due", "looks"), DUE.values(), ids=DUE)
+def test_when_a_run_is_stuck(limit, statuses, due, looks):
+    detector, ranks, now = StuckDetector(limit), graph(*statuses), 0.0
+    assert detector.due(now, ranks) == due
+    for quiet, stuck in looks.items():
+        now = detector.due(now, ranks)
+        assert detector.stuck(now, {} if quiet is None else {1: quiet}) == stuck
+        if not stuck:  # it looks again when the rank may have been quiet for long enough
+            assert detector.due(now, ranks) == now + max(limit - quiet, 0.5)
+    if looks:
+        ranks.ranks[1] = RankStatus(call(1, "recv", 2))
+        assert detector.due(200.0, ranks) == 230.0, "a rank that begins to wait is progress"
 
 
 @pytest.mark.parametrize(("busy", "does"), [(0.02, "is blocked"), (0.98, "computes or loops")])

@@ -4,8 +4,15 @@ errors can be caught. (What ends a job: faults.py. By torchrun itself: test_host
 
 from __future__ import annotations
 
+import socket
 import textwrap
 
+import torch.distributed as dist
+
+from parallel101.laboratory.ranks.monitor import Monitor
+from parallel101.laboratory.ranks.pickling import pack, unpack
+from parallel101.laboratory.ranks.torchrun import MonitorThread, connect
+from parallel101.laboratory.ranks.wire import EXIT, RESULT
 from tests.ranks.job import Job
 
 # CPython tells an audit hook of each class or function that an unpickler imports. One that makes
@@ -95,3 +102,24 @@ def test_errors_can_be_caught_and_a_deadlock_ends_the_job(tmp_path):
     ]:
         kind, text = message.split(": ", 1)
         assert sum(kind in line and text in line for line in caught) >= ranks, (message, caught)
+
+
+def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    store = dist.HashStore()
+    monitor = MonitorThread(Monitor(1, 60.0), store)
+    monitor.start()
+    _, port, _ = store.get("monitor").decode().split()
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"h" + bytes(12)):
+        with socket.create_connection(("localhost", int(port))) as stranger:
+            stranger.sendall(sent)
+            try:
+                assert stranger.recv(1) == b""
+            except ConnectionResetError:
+                pass
+    wire = connect(0, store, 10.0)
+    wire.send_packed(RESULT, *pack([7], plain=True))
+    kind, (results, _) = wire.receive()
+    assert kind == EXIT and unpack(*results[0], plain=True) == [7]
+    wire.sock.close()
+    monitor.join()

@@ -76,7 +76,9 @@ def pack_result(value: Any, rank: int, plain: bool = False) -> tuple[bytes, list
 def _tensor_or_error(pickler: Any, obj: Any) -> Any:
     """Return how to rebuild a dense tensor or an exception; NotImplemented for anything else."""
     strided = type(obj) is torch.Tensor and obj.layout is torch.strided
-    if strided and not (obj.is_meta or obj.is_quantized):  # so its memory is its values
+    # so its memory is its values; to a launch's ranks, torch sends lazy conjugates and negatives
+    lazy = strided and (obj.is_conj() or obj.is_neg()) and not isinstance(pickler, _PlainPickler)
+    if strided and not (obj.is_meta or obj.is_quantized or lazy):
         tensor = lean(obj)
         storage = tensor.untyped_storage()
         pickled = pickler.storages.setdefault(

@@ -124,7 +124,9 @@ def run_script(
     keeping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(target, RankRecorder):
         backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-        files = directory and RankFiles(directory, target.rank, dist.get_world_size(), backend)
+        size, files = dist.get_world_size(), None
+        if directory is not None:
+            files = RankFiles(directory, target.rank, size, backend)
         keeping = target.keeping_last(last_events, files)
     with keeping, host_time(target, dist.get_backend()) as own, steps_marked(target, own):
         _mark("start", script)

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
+from unittest import mock
 
 import cloudpickle
 import torch
@@ -69,7 +70,11 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
         _this_thread.rank = rank
         os.environ.update(torchrun_environment(rank, job.world_size))
         try:
-            with own_classes():
+            # cloudpickle makes a class once per process, and all ranks would share it
+            own_classes = weakref.WeakValueDictionary()  # type: ignore[var-annotated]
+            with mock.patch.object(
+                cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", own_classes
+            ):
                 function, args, kwargs = unpack_program(
                     body, [bytearray(buffer) for buffer in buffers]
                 )
@@ -126,22 +131,6 @@ def virtual_device(name: str | None) -> Iterator[VirtualGPU | None]:
         return
     with torch.device("meta"), virtual_gpu(name) as gpu:
         yield gpu
-
-
-@contextlib.contextmanager
-def own_classes() -> Iterator[None]:
-    """Make classes that were pickled by value anew, inside the block.
-
-    (cloudpickle makes it once per process, and all ranks would share it.)
-    """
-    made, cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = (
-        cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID,
-        weakref.WeakValueDictionary(),
-    )
-    try:
-        yield
-    finally:
-        cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = made
 
 
 class SimWatcher(ControlThread):

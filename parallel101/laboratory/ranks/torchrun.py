@@ -239,15 +239,18 @@ class MonitorThread(threading.Thread):
 
     def _on_connection(self, listener: socket.socket, _: None) -> None:
         connection, _address = listener.accept()
-        wire = Wire(connection, plain=True)
+        connection.settimeout(TO_CONNECT)
+        self.monitor.listen_to(Wire(connection, plain=True), self._on_hello, None)
+
+    def _on_hello(self, wire: Wire, _: None) -> None:
+        self.monitor.selector.unregister(wire)
         try:
-            connection.settimeout(TO_CONNECT)
             kind, (secret, number, host, pid) = wire.receive()
-            connection.settimeout(None)
             if kind != HELLO or not hmac.compare_digest(secret, self.secret):
                 raise ValueError("it is no rank of this job")
-        except (OSError, EOFError, ValueError, TypeError, pickle.UnpicklingError):
-            return connection.close()
+        except Exception:  # whatever a stranger may send
+            return wire.sock.close()
+        wire.sock.settimeout(None)
         rank = self.monitor.ranks[number]
         rank.host, rank.pid = host, pid if host == socket.gethostname() else None
         self.monitor.add(rank, wire)
