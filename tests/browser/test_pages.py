@@ -9,6 +9,7 @@ import base64
 import pytest
 from bs4 import BeautifulSoup
 
+from parallel101.cost import ModelShape
 from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
 from tests.browser.browser import Browser
 from tests.browser.seen import cut_off, too_pale
@@ -193,6 +194,11 @@ def test_a_tool_in_a_notebook_opens_with_its_settings(browser):
             explore_memory("llama-3-70b", "H200", dp=4, zero_stage=3, overlap=False),
             f"[state.model, state.gpu, {layout}]",
             "llama-3-70b,H200,4,3,false",
+        ),
+        (
+            explore_memory(ModelShape(768, 12, 12, 50257, 1024, tied=True)),
+            "[state.model, state.shape.width, state.shape.tied, state.shape.kv_heads]",
+            "own,768,true,",
         ),
         (
             explore_schedule("zb-h1", stages=2, microbatches=3, weight_grad=0.5),

@@ -1,44 +1,17 @@
-"""A tool in a notebook: its settings are in the address that its page reads, and wrong ones are
-refused. What the page shows of them is tested in tests/browser/test_memory_page.py and
-test_schedule_builder.py.
+"""A tool in a notebook: it can be folded, the site has a link in its place, and wrong settings are
+refused. That its page opens with its settings is tested in tests/browser/test_pages.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4
 
 import parallel101 as p101
-from parallel101.cost import ModelShape
 from parallel101.laboratory.publish.page import lesson_body
-
-SHAPE = ModelShape(width=768, layers=12, heads=12, vocabulary=50257, time=1024, tied=True)
-
-
-def test_the_settings_are_in_the_address():
-    for tool, page, expected in (
-        (
-            p101.explore_memory("llama-3-70b", "H200", dp=4, sequence_parallel=True),
-            "does_it_fit.html",
-            {"model": "llama-3-70b", "gpu": "H200", "dp": "4", "sequence_parallel": "true"},
-        ),
-        (
-            p101.explore_memory(SHAPE),
-            "does_it_fit.html",
-            {"model": "own", "width": "768", "tied": "true", "kv_heads": "null", "dp": "1"},
-        ),
-        (
-            p101.explore_schedule("interleaved", stages=2, microbatches=2, weight_grad=0.5),
-            "build_a_schedule.html",
-            {"ranks": "2", "stages": "loop", "times": "1,1,0.5,0"},
-        ),
-    ):
-        address, _, given = tool.address.partition("#")
-        assert address == page and expected.items() <= dict(parse_qsl(given)).items()
 
 
 def test_a_page_of_the_site_has_a_link_instead_and_a_prediction_folds_the_frame():
