@@ -10,8 +10,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 # their result does not depend on the order
 WITHOUT_ORDER = {"sorted", "len", "min", "max", "sum", "any", "all"}
@@ -25,18 +23,11 @@ def sets_in_parameters(source: str) -> list[str]:
     the time, so xdist's comparison is not enough.
     """
     tree = ast.parse(source)
-    constants = {
-        name.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }
+    given = [node for node in tree.body if isinstance(node, ast.Assign)]
+    constants = {name.id: n.value for n in given for name in n.targets if hasattr(name, "id")}
 
     def found(node: ast.AST) -> list[str]:
-        called = (
-            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        )
+        called = getattr(getattr(node, "func", None), "id", "")
         if called in WITHOUT_ORDER:
             return []
         if isinstance(node, ast.Compare):  # `x in {1, 2}`
@@ -49,39 +40,26 @@ def sets_in_parameters(source: str) -> list[str]:
 
     wrong = []
     for node in ast.walk(tree):
-        name = (
-            node.func.attr
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            else ""
-        )
-        if isinstance(node, ast.Call) and name in ("parametrize", "fixture"):
-            values = node.args[1:] + [keyword.value for keyword in node.keywords]
-            wrong += [one for value in values for one in found(value)]
+        if getattr(getattr(node, "func", None), "attr", "") in ("parametrize", "fixture"):
+            for value in [*node.args[1:], *(keyword.value for keyword in node.keywords)]:
+                wrong += found(value)
     return wrong
 
 
 def test_no_ids_are_made_of_a_set():
-    assert {
-        path.name: sets
-        for path in ROOT.glob("tests/**/*.py")
-        if (sets := sets_in_parameters(path.read_text()))
-    } == {}
+    sets = {path: sets_in_parameters(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
+    assert {path.name: wrong for path, wrong in sets.items() if wrong} == {}
 
 
-@pytest.mark.parametrize(
-    ("values", "wrong"),
-    [
-        ("{'a', 'b'}", 1),
-        ("[x for x in set(SIZES)]", 1),
-        ("NAMES", 1),
-        ("list(NAMES)", 1),
-        ("sorted(NAMES)", 0),
-        ("[1 in {1}, SIZES]", 0),
-    ],
-)
-def test_a_set_in_parameters_is_found(values, wrong):
-    source = (
-        f"SIZES = [1, 2]\nNAMES = frozenset(SIZES) | {{3}}\n@pytest.mark.parametrize('x', "
-        f"{values}, ids=str)\ndef test(x): pass\n"
-    )
-    assert bool(sets_in_parameters(source)) == wrong
+def test_a_set_in_parameters_is_found():
+    constants = "SIZES = [1, 2]\nNAMES = frozenset(SIZES) | {3}\n"
+    for values, wrong in {
+        "{'a', 'b'}": True,
+        "[x for x in set(SIZES)]": True,
+        "NAMES": True,
+        "list(NAMES)": True,
+        "sorted(NAMES)": False,
+        "[1 in {1}, SIZES]": False,
+    }.items():
+        test = f"@pytest.mark.parametrize('x', {values}, ids=str)\ndef test(x): pass\n"
+        assert bool(sets_in_parameters(constants + test)) == wrong, values

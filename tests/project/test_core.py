@@ -106,14 +106,8 @@ def core(tmp_path):
         path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
         # a warning is an error in the fork server and the ranks, too
         environ = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
-        ran = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        how = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+        ran = subprocess.run([sys.executable, *arguments], timeout=150, **how)
         assert ran.returncode == code, ran.stderr
         assert "Failed to initialize NumPy" not in ran.stderr, "torch warns; we don't need NumPy"
         return ran.stdout or ran.stderr

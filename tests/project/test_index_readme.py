@@ -37,15 +37,16 @@ CASES = {  # Markdown, with a repository, without one
 }
 
 
-@pytest.mark.parametrize(("text", "there", "without"), CASES.values(), ids=CASES)
-def test_links_and_pictures_become_addresses_or_are_left_out(text, there, without):
-    assert for_an_index(text, ROOT, f"{GITHUB}.git", "v1") == there
-    assert for_an_index(text, ROOT) == without
-
-
-def test_elsewhere_than_on_github_a_picture_comes_from_the_repository_itself():
+def test_links_and_pictures_become_addresses_or_are_left_out():
+    for name, (text, there, without) in CASES.items():
+        assert for_an_index(text, ROOT, f"{GITHUB}.git", "v1") == there, name
+        assert for_an_index(text, ROOT) == without, name
+    # elsewhere than on GitHub a picture comes from the repository itself
     text = for_an_index("![a](b.svg)", ROOT, "https://git.example.org/me/mine/")
     assert text == "![a](https://git.example.org/me/mine/raw/HEAD/b.svg)"
+    for wrong in ("owner/name", "https://github.com", "/"):
+        with pytest.raises(ValueError, match=r"--repository .*expected the address"):
+            for_an_index("", ROOT, wrong)
 
 
 def test_every_address_in_the_rewritten_readme_names_a_file_of_the_repository():
@@ -68,9 +69,3 @@ def test_without_a_repository_the_readme_has_no_picture_and_no_relative_link(tmp
     assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", text))
     programs = r"```\w*\n.*?```"
     assert re.findall(programs, text, re.DOTALL) == re.findall(programs, README, re.DOTALL)
-
-
-def test_an_address_that_is_not_one_is_refused():
-    for wrong in ("owner/name", "https://github.com", "/"):
-        with pytest.raises(ValueError, match=r"--repository .*expected the address"):
-            for_an_index("", ROOT, wrong)

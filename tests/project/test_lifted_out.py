@@ -73,14 +73,9 @@ def test_the_subject_alone_trains_under_torchrun(tmp_path):
             shutil.copy(source.with_suffix(".py"), tmp_path / "parallel101")
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    how = {"cwd": tmp_path, "env": environ | {"OMP_NUM_THREADS": "1"}, "timeout": 120}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stderr
     imported, *ranks = json.loads(done.stdout)
     assert Path(imported).is_relative_to(tmp_path), "the copy, and not the installed package"

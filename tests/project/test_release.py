@@ -35,14 +35,9 @@ def step(name: str) -> str:
 def shell(commands: str, where: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a step's commands as GitHub does, with this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
-        ["bash", "-eo", "pipefail", "-c", commands],
-        cwd=where,
-        env={**os.environ, "PATH": path, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    how = {"cwd": where, "env": {**os.environ, "PATH": path, **environ}, "timeout": 60}
+    bash = ["bash", "-eo", "pipefail", "-c", commands]
+    return subprocess.run(bash, capture_output=True, text=True, **how)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

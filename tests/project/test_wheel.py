@@ -54,14 +54,9 @@ print(find_lessons(to_edit=True))
 
 
 def test_from_the_wheel_notebooks_are_copied_and_what_needs_them_says_so(installed, tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}, "timeout": 100}
+    command = [sys.executable, "-c", PROGRAM]
+    ran = subprocess.run(command, capture_output=True, text=True, **how)
     missing, copied, *_ = ran.stdout.splitlines()
     assert missing.endswith("run: parallel101 notebooks"), ran.stderr
     assert copied == "Wrote lessons and homework"
