@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT, TOKEN = LESSONS.parent, "for-this-test-only"
 EVERY = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
 NAMES = EVERY if os.environ.get("LESSONS") == "all" else ["part"]
-FOLDERS = ("CONFIG_DIR", "RUNTIME_DIR", "DATA_DIR", "LAB_SETTINGS_DIR", "LAB_WORKSPACES_DIR")
 
 LAB = "jupyterapp.shell.currentWidget"
 NOTEBOOK = f"{LAB}.content"
@@ -58,18 +57,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     wanted = ("imports", "flat-broadcast-watch", "explorer-run")
     part.cells = [cell for cell in part.cells if cell.id in wanted]
     nbformat.write(part, scratch / "root" / "part.ipynb")
-    own = {f"JUPYTER_{name}".replace("_LAB", "LAB"): str(scratch / name) for name in FOLDERS}
-    environ = {**os.environ, **own, "IPYTHONDIR": str(scratch / "ipy"), "PYTHONPATH": str(ROOT)}
+    environ = {name: text for name, text in os.environ.items() if "JUPYTER" not in name}
+    environ |= {"HOME": str(scratch), "PYTHONPATH": str(ROOT)}
     options = ["--no-browser", "--allow-root", "--ServerApp.port=0"]
     options += [f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"]
     folder = ["--lessons", str(scratch / "root")]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "parallel101", "lab", *folder, *options],
-        env=environ,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    command = [sys.executable, "-m", "parallel101", "lab", *folder, *options]
+    streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    server = subprocess.Popen(command, env=environ, **streams)
     url = re.compile(r"http://(?:localhost|127\.0\.0\.1):(\d+)/lab")
     port = next((found[1] for line in server.stderr if (found := url.search(line))), None)
     assert port, "JupyterLab did not start"

@@ -31,23 +31,20 @@ BUILDER = "#ranks=3&microbatches=3&stages=one&times=1,1,1,0&lists=0F0.0F1.0B0_1F
 INTERLEAVED = "state.stages = 'loop', state.lists = listsOf('interleaved'), build()"
 MEMORY = "#model=llama-3-405b&dp=8&tp=8&pp=16&microbatches=32&zero_stage=1"
 SHOWN = "document.querySelector('.shown').dataset.shown === address()"
-LINKS = ("errors_explained", "teach_with_it", "cite", "reference/parallel101/sharding")
-STATES = {  # page → its states: what follows the address, and a script to wait for
-    "index": [("", "true")],
-    "reference/index": [("", "true")],
+OPENED = [("", "true")]  # a page's states: what follows the address, and a script to wait for
+STATES = {
     "atlas_of_collectives": [(f"{ATLAS}ring&ranks=8&beside=recursive_doubling", SHOWN),
                              (f"{ATLAS}recursive_doubling&ranks=64&beside=", SHOWN)],
     "build_a_schedule": [(BUILDER, "true"),
                          (BUILDER, f"({INTERLEAVED}, choose(1, 'a1F1'), true)")],
-    "does_it_fit": [("", "true"), (MEMORY, "true"), ("#model=own&tp=7", "true")],
-    "everything": [("", "true")],
-    **{page: [("", "true")] for page in LINKS},  # which have no other controls than other pages
+    "does_it_fit": [*OPENED, (MEMORY, "true"), ("#model=own&tp=7", "true")],
 }  # fmt: skip
-
+# have no other controls than other pages
+LINKS = ("errors_explained", "teach_with_it", "cite", "reference/parallel101/sharding")
 # also every page that `make lessons` has written into this folder
 SITE = os.environ.get("SITE")
-STATES |= {path.resolve().as_uri(): [("", "true")] for path in Path(SITE or "-").glob("*.html")}
-LESSONS = [name for name in STATES if name == "everything" or name.startswith("file:")]
+LESSONS = ["everything", *(path.resolve().as_uri() for path in Path(SITE or "-").glob("*.html"))]
+PAGES = ["index", "reference/index", *STATES, *LESSONS, *LINKS]
 
 
 @pytest.fixture
@@ -55,11 +52,11 @@ def page(site, name) -> str:
     return name if name.startswith("file:") else f"{site}/{name}.html"
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", PAGES)
 def test_it_can_be_read_and_reached(browser, page, name):
-    picture = name.rpartition("site/")[2].replace("/", "-")
+    states, picture = STATES.get(name, OPENED), name.rpartition("site/")[2].replace("/", "-")
     for scheme, width in (("light", 1100), ("dark", 375), ("dark", 1280)):
-        for number, (more, ready) in enumerate(STATES[name]):
+        for number, (more, ready) in enumerate(states):
             if width == 1280 and name not in LESSONS:
                 continue  # the other pages look the same
             browser.view(page + more, width, scheme=scheme)
@@ -73,7 +70,7 @@ def test_it_can_be_read_and_reached(browser, page, name):
                 assert out_of_reach(browser) == []
             assert name not in LESSONS or width > 375 or too_small(browser, 7.5) == []
     # on paper: A4 without Chromium's margins, for a reader who prefers dark pages
-    more, ready = STATES[name][0]
+    more, ready = states[0]
     browser.view(page + more, 717, scheme="dark")
     browser.until(ready)
     browser.emulate("print", prefers_color_scheme="dark")
