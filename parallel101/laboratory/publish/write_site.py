@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -239,8 +239,8 @@ def _files(
             from parallel101.laboratory.publish.reference import make_reference
 
         reference, names = make_reference()
-        names = [*search_entries(shown, course.homework.values(), terms, more), *names]
-        files |= reference | {SEARCH: search_index(names, terms)}
+        found = [*_search_entries(course, shown, terms, more), *names]
+        files |= reference | {SEARCH: search_index(found, terms)}
         more = [REFERENCE, *more]
     if not course.whole:  # the terms that its pages link to
         links = re.findall(
@@ -279,28 +279,21 @@ def _tools(tools: Iterable[ModuleType], out: Path, report: Callable[[str], None]
     return files
 
 
-def search_entries(
-    lessons: Iterable[Lesson],
-    homework: Iterable[Lesson],
-    terms: Sequence[Term],
-    pages: Sequence[Page],
-) -> list[SearchEntry]:
-    """Return what the search finds, except for the reference.
+def _search_entries(
+    course: Course, lessons: Sequence[Lesson], terms: Sequence[Term], pages: Sequence[Page]
+) -> Iterator[SearchEntry]:
+    """Yield what the search finds, except for the reference.
 
     These are the sections of notebooks and of the pages around them, terms, and tools.
     """
-    entries: list[SearchEntry] = []
-    for kind, notebooks in (("Lesson", lessons), ("Homework", homework)):
+    for kind, notebooks in (("Lesson", lessons), ("Homework", course.homework.values())):
         for one in notebooks:
-            entries += notebook_entries(kind, one, read_notebook(one.path))
-    entries += glossary_entries(terms)
+            yield from notebook_entries(kind, one, read_notebook(one.path))
+    yield from glossary_entries(terms)
     for page in pages:
-        entries += page_entries(page)
-    tools = (tool.PAGE for tool in TOOLS)
-    return [
-        *entries,
-        *(SearchEntry("Tool", p.title, p.address, p.text, also=p.also) for p in tools),
-    ]
+        yield from page_entries(page)
+    for tool in (tool.PAGE for tool in TOOLS):
+        yield SearchEntry("Tool", tool.title, tool.address, tool.text, also=tool.also)
 
 
 # ---- what has changed ----
