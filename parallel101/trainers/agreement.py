@@ -170,7 +170,7 @@ def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: st
             if first == other:
                 return f"{name!r} {there} differs from rank {ranks[0]}; {advice}"
             return (
-                f"{name!r} is {first} on rank {ranks[0]} and {other} {there}; build the same model "
-                "on every rank"
+                f"{name!r} is {first} on rank {ranks[0]} and {other} {there}: expected the same on "
+                "every rank"
             )
-    return "they list their parameters in different orders; build the same model on every rank"
+    return "they have them in different orders: expected the same on every rank"

@@ -156,7 +156,6 @@ def pass_on(block: Tensor, source: int, sizes: list[int], comm: Comm) -> Callabl
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add the attention to more keys to `out` and `lse`, each weighed by its sum of exp."""
     total = torch.logaddexp(lse, block_lse)
-    finite = total.clamp(min=torch.finfo(total.dtype).min)  # if no keys yet: −∞ + ∞ is NaN
-    old, new = ((x - finite).exp()[..., None] for x in (lse, block_lse))
+    old, new = ((x - total).exp()[..., None] for x in (lse, block_lse))
     out.mul_(old).add_(new * block_out)
     lse.copy_(total)

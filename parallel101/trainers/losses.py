@@ -59,18 +59,16 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
         told = count_samples(inputs), number_of_shape(inputs), values
     except (TypeError, ValueError) as error:
         problem = error
-    counts, *others = agree.numbers(*told) if several else agree.numbers(told[0])
+    of_ranks = list(zip(*agree.numbers(*(told if several else told[:1]))))
+    counts = [int(count) for count, *_ in of_ranks]
     if min(counts) < 0:
         agree.raise_problem(problem, f"take its batch in step {step}")
     firsts: dict[int, int] = {}  # place along dp and ep → the first rank there
-    for position, here in enumerate(zip(counts, *others)):
+    for position, here in enumerate(of_ranks):
         first = firsts.setdefault(shares[position], position)
-        if here != tuple(of_ranks[first] for of_ranks in (counts, *others)):
-            given = (
-                f"{counts[first]:.0f} and {counts[position]:.0f} samples"
-                if counts[position] != counts[first]
-                else "different samples"
-            )
+        if here != of_ranks[first]:
+            one, other = counts[first], counts[position]
+            given = "different samples" if one == other else f"{one} and {other} samples"
             raise ValueError(
                 f"rank {agree.ranks[first]} and rank {agree.ranks[position]} were given {given}, "
                 "but ranks that differ only along tp, pp or cp work on the same ones: pass the "
@@ -78,16 +76,15 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
                 "DistributedSampler, or a loader that shuffles with a seed of its own on each "
                 "rank, gives them different samples"
             )
-    total, fewest = sum(counts[first] for first in firsts.values()), min(counts)
+    total, (least, why) = sum(counts[first] for first in firsts.values()), trainer.least
     if not total:
         raise ValueError(f"the batch of step {step} has no samples: expected at least one")
-    least, why = trainer.least
-    if fewest < least:
+    if (fewest := min(counts)) < least:
         raise ValueError(
-            f"rank {agree.ranks[counts.index(fewest)]} has {fewest:.0f} of the {total:.0f} "
-            f"samples, and {why}: leave such a batch out, or use fewer ranks"
+            f"rank {agree.ranks[counts.index(fewest)]} has {fewest} of the {total} samples, and "
+            f"{why}: leave such a batch out, or use fewer ranks"
         )
-    return int(total)
+    return total
 
 
 def check_frozen(trainer: Trainer) -> None:

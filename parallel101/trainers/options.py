@@ -131,25 +131,23 @@ class Options:
         """
         if self.algorithm is None:
             return {}
-        what = f"algorithm={self.algorithm!r}"
-        reduces = ("dp" in axes.sizes and not self.zero_stage) or "tp" in axes.sizes
-        gathers = self.zero_stage or self.sequence_parallel
-        operations = ["all_reduce"] * bool(reduces)
-        operations += ["reduce_scatter", "all_gather"] * bool(gathers)
         chosen = self.algorithm
-        if isinstance(chosen, str):
-            chosen = dict.fromkeys(operations, chosen)
-        for operation, name in chosen.items():
-            if operation not in operations or name not in algorithms(operation):
-                raise ValueError(
-                    f"{what}: expected one name, or a dict, out of "
-                    f"{', '.join(f'{o}: {list(algorithms(o))}' for o in operations)}"
-                )
+        reduces = ("dp" in axes.sizes and not self.zero_stage) or "tp" in axes.sizes
+        operations = ["all_reduce"] * reduces
+        operations += ["reduce_scatter", "all_gather"] * bool(
+            self.zero_stage or self.sequence_parallel
+        )
+        known = {operation: list(algorithms(operation)) for operation in operations}
+        by_operation = dict.fromkeys(known, chosen) if isinstance(chosen, str) else chosen
+        right = all(name in known.get(operation, ()) for operation, name in by_operation.items())
+        names = ", ".join(f"{operation}: {names}" for operation, names in known.items())
+        expect("algorithm", chosen, right, f"one name, or a dict, out of {names}")
         if self.overlap:
             raise ValueError(
-                f"{what} can't overlap with computing: say overlap=False, or leave it out"
+                f"algorithm={chosen!r} can't overlap with computing: say overlap=False, or leave "
+                "it out"
             )
-        return chosen
+        return by_operation
 
 
 def check_names(trainer: object, options: Mapping[str, Any], names: Sequence[str]) -> None:

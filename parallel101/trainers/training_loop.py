@@ -29,7 +29,6 @@ from parallel101.trainers.batches import (
     check_pair,
     count_samples,
     map_tensors,
-    number_of_values,
     split,
     tensors_of,
 )
@@ -42,6 +41,10 @@ from parallel101.trainers.options import Trainer, expect, need_numbers
 from parallel101.trainers.step import step as take_step
 
 END = object()
+SAME_BATCH = (
+    "expected the same whole batch on every rank, out of which fit cuts each rank's share. Leave "
+    "out DistributedSampler, and give a loader that shuffles with the same seed on all ranks"
+)
 
 
 def share(trainer: Trainer, batch: Batch) -> Batch:
@@ -109,7 +112,11 @@ def fit(
                 break
             began = time.perf_counter()
             inputs, targets = inputs_and_targets(trainer, batch)
-            check_same(trainer, (inputs, targets))
+            trainer.agree.check_same(
+                ((f"tensor {i}", t) for i, t in enumerate(tensors_of((inputs, targets)))),
+                f"the ranks gave fit a different batch in step {trainer.steps}",
+                SAME_BATCH,
+            )
             loss = take_step(trainer, *share(trainer, (inputs, targets)))
             step = StepResult(
                 trainer.steps - 1,
@@ -131,26 +138,6 @@ def fit(
     if save_to is not None and saved < trainer.steps:
         save(trainer, save_to, scheduler=scheduler)
     return trainer.history
-
-
-def check_same(trainer: Trainer, batch: Batch) -> None:
-    """Raise ValueError, on every rank, if the ranks' batches differ: each cuts its share out of
-    the whole one.
-    """
-    if len(trainer.agree.ranks) == 1:
-        return
-    (numbers,) = trainer.agree.numbers(number_of_values(batch))
-    others = [
-        str(rank) for rank, number in zip(trainer.agree.ranks, numbers) if number != numbers[0]
-    ]
-    if others:
-        raise ValueError(
-            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} gave fit a different batch "
-            f"in step {trainer.steps} than rank "
-            f"{trainer.agree.ranks[0]}: expected the same whole batch on every rank, out of "
-            "which fit cuts each rank's share. Leave out "
-            "DistributedSampler, and give a loader that shuffles the same seed on all ranks"
-        )
 
 
 def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bool) -> tqdm:
