@@ -52,9 +52,8 @@ class NcclWarnings:
         # by torch's name of the group: where each rank called new_group
         self.made: dict[str, dict[int, str]] = defaultdict(dict)
         self.members: dict[str, tuple[int, ...]] = {}
-        self.in_other_order: dict[
-            tuple[str, str], str
-        ] = {}  # by the lines, so that each is told once
+        # by the lines, so that each is told once
+        self.in_other_order: dict[tuple[str, str], str] = {}
 
     def begins(self, rank: int, key: CollectiveKey, ranks: list[int], where: str) -> None:
         """Note that a rank begins a collective of a group."""

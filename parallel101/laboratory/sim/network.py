@@ -88,8 +88,8 @@ class TorusTopology:
                 "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); "
                 f"got {lengths!r}"
             )
-        _check_flag("bidirectional", self.bidirectional)
-        _check_flag("wraparound", self.wraparound)
+        _check("bidirectional", self.bidirectional, *FLAG)
+        _check("wraparound", self.wraparound, *FLAG)
         if not self.bidirectional and not self.wraparound:
             raise ValueError(
                 "bidirectional=False, wraparound=False: on a line with links to the right only, no "
@@ -154,8 +154,8 @@ class TwoLevelTopology:
                 f"rails must be an int from 1 to {self.ranks_per_node}, the ranks of a node, since "
                 f"each rank uses one rail; got {self.rails!r}"
             )
-        _check_latency("inside_latency", self.inside_latency)
-        _check_bandwidth("inside_bandwidth", self.inside_bandwidth)
+        _check("inside_latency", self.inside_latency, *LATENCY)
+        _check("inside_bandwidth", self.inside_bandwidth, *BANDWIDTH)
 
     def router(self, network: Network, world_size: int) -> Router:
         nodes, of_a_rail = -(-world_size // self.ranks_per_node), network.bandwidth / self.rails
@@ -211,14 +211,10 @@ class Network:
     latency_overlaps: bool = False
 
     def __post_init__(self) -> None:
-        _check_latency("latency", self.latency)
-        _check_bandwidth("bandwidth", self.bandwidth)
-        if not _is_number(self.eager) or not self.eager >= 0:
-            raise ValueError(
-                "eager must be a size in bytes, 0 or more: messages up to it do not wait for "
-                f"their receive; got {self.eager!r}"
-            )
-        _check_flag("latency_overlaps", self.latency_overlaps)
+        _check("latency", self.latency, *LATENCY)
+        _check("bandwidth", self.bandwidth, *BANDWIDTH)
+        _check("eager", self.eager, *EAGER)
+        _check("latency_overlaps", self.latency_overlaps, *FLAG)
         topology: object = self.topology
         if isinstance(topology, Network) or not hasattr(topology, "router"):
             raise ValueError(
@@ -292,26 +288,29 @@ class Network:
         return route
 
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False; got {value!r}")
+def _check(name: str, value: Any, fits: Callable[[Any], bool], expected: str) -> None:
+    if not fits(value):
+        raise ValueError(f"{name} must be {expected}; got {value!r}")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_latency(name: str, value: float) -> None:
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number of seconds, 0 or more; got {value!r}")
-
-
-def _check_bandwidth(name: str, value: float) -> None:
-    if not _is_number(value) or not value > 0:
-        raise ValueError(
-            f"{name} must be in bytes per second, more than 0 (with math.inf, bytes take no time); "
-            f"got {value!r}"
-        )
+# whether a value is one, and what is expected
+FLAG = (lambda value: isinstance(value, bool)), "True or False"
+LATENCY = (
+    lambda value: _is_number(value) and 0 <= value < math.inf,
+    "a finite number of seconds, 0 or more",
+)
+BANDWIDTH = (
+    lambda value: _is_number(value) and value > 0,
+    "in bytes per second, more than 0 (with math.inf, bytes take no time)",
+)
+EAGER = (
+    lambda value: _is_number(value) and value >= 0,
+    "a size in bytes, 0 or more: messages up to it do not wait for their receive",
+)
 
 
 # ── Arbitration: first come, first served, and never two messages on one link

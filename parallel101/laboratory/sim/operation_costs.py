@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -151,19 +150,9 @@ def read_bytes(t: Tensor) -> int:
 
 
 # where their two factors are in the arguments
-PRODUCTS = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    aten.mv: (0, 1),
-    aten._int_mm: (0, 1),
-    aten._scaled_mm: (0, 1),
-    aten.addmm: (1, 2),
-    aten.addmm_: (1, 2),
-    aten.addmv: (1, 2),
-    aten.addbmm: (1, 2),
-    aten.baddbmm: (1, 2),
-    aten.baddbmm_: (1, 2),
-}
+PRODUCTS = dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten._int_mm, aten._scaled_mm), (0, 1))
+PRODUCTS |= dict.fromkeys((aten.addmm, aten.addmm_, aten.addmv, aten.addbmm), (1, 2))
+PRODUCTS |= dict.fromkeys((aten.baddbmm, aten.baddbmm_), (1, 2))
 BACKWARD = {
     aten._scaled_dot_product_flash_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward,
@@ -181,13 +170,5 @@ ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.take}
 BAGS = {aten._embedding_bag, aten._embedding_bag_forward_only}
 INTO_ROWS = {aten.index_put_, aten.index_put, aten.scatter_, aten.scatter_add_, aten.index_add_}
 INTO_ROWS |= {aten.index_copy_, aten.scatter_reduce_}
-FREE: set[Callable] = {
-    aten._unsafe_view.default,
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.lift_fresh.default,
-    aten._reshape_alias.default,
-}
+FREE = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+FREE |= {aten.new_empty_strided, aten.lift_fresh, aten._reshape_alias}

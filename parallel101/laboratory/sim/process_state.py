@@ -170,16 +170,12 @@ def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
     for owner, name in ((builtins, "print"), (sys, "stdout"), (sys, "stderr")):
         yield owner, name, partial(getattr, owner, name)
     root, manager = logging.root, logging.root.manager
-    yield (
-        root,
-        "__dict__",
-        lambda: {
-            **vars(root),
-            "handlers": [*root.handlers],
-            "filters": [*root.filters],
-            "_cache": {},
-        },
-    )
+
+    def own_root() -> dict[str, Any]:
+        lists = {"handlers": [*root.handlers], "filters": [*root.filters]}
+        return {**vars(root), **lists, "_cache": {}}
+
+    yield root, "__dict__", own_root
     yield manager, "__dict__", lambda: {**vars(manager), "loggerDict": {**manager.loggerDict}}
     yield logging, "_handlers", weakref.WeakValueDictionary
     yield logging, "_handlerList", list

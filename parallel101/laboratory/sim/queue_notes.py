@@ -36,30 +36,21 @@ def queue_notes(shared: QueuedState) -> list[Note]:
         started = queue[0]
         for message in started.to_meet:
             others = list(_other_sides(queues, started.label, message))
-            here = [other for other in others if other[1].communicator == communicator]
-            later = [(other, operation) for other, operation in here if not operation.started]
-            elsewhere = [o for o, operation in others if o in operation.to_meet]
-            if later:
+            here = [(o, of) for o, of in others if of.communicator == communicator]
+            if later := [(o, of) for o, of in here if not of.started]:
                 behind.append(_behind(later[0][0], later[0][1].queue[0]))
-            elif elsewhere:
-                other_queues.append(
-                    _in_another_queue(message, communicator == started.label, elsewhere[0])
-                )
+            elif elsewhere := [o for o, of in others if o in of.to_meet]:
+                batched = communicator == started.label
+                other_queues.append(_in_another_queue(message, batched, elsewhere[0]))
         for collective in started.collectives:
             for rank in sorted(collective.absent()):
                 operations = list(queues.get((communicator, rank), ()))
-                same = [
-                    other
-                    for operation in operations
-                    for other in operation.collectives
-                    if not operation.started and other.collective is collective.collective
-                ]
-                if same:
+                waiting = [one for of in operations if not of.started for one in of.collectives]
+                if same := [o for o in waiting if o.collective is collective.collective]:
                     behind.append(_behind(same[0], operations[0]))
                 elif operations and rank > collective.rank.number and not other_queues:
-                    other_queues += [
-                        _different(collective, other) for other in operations[0].collectives
-                    ]
+                    first = operations[0].collectives
+                    other_queues += [_different(collective, other) for other in first]
     notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(other_queues[:MOST_OTHER_QUEUES])]
     notes += [(text, "") for text in shared.warnings.texts()]
     return [*notes, (ADVICE, "")] if behind else notes

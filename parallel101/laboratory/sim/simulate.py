@@ -154,11 +154,8 @@ def simulate(
 
     if not hasattr(dist.Backend, backend.upper()):
         dist.Backend.register_backend(backend, _no_group, extended_api=True, devices=["cpu"])
-    stack, threads, collector = (
-        threading.stack_size(STACK_BYTES),
-        torch.get_num_threads(),
-        gc.get_threshold(),
-    )
+    stack, threads = threading.stack_size(STACK_BYTES), torch.get_num_threads()
+    collector = gc.get_threshold()
     torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
     # as rarely as if each rank had its own process and collector
     gc.set_threshold(collector[0] * len(world.ranks), *collector[1:])

@@ -240,13 +240,6 @@ def explained() -> Iterator[None]:
         raise
 
 
-def on_two_devices(func: Any) -> RuntimeError:
-    return RuntimeError(
-        f"{func.overloadpacket} has tensors on the CPU and tensors on the meta device, where those "
-        "of a virtual GPU are: make all of them in the program, or move them with .to('meta')"
-    )
-
-
 def has_numbers(args: tuple) -> bool:
     return not all(t.is_meta for t in tensors_in(args))
 
@@ -264,14 +257,17 @@ def known_of(chip: Chip, func: Any, args: tuple, kwargs: dict, out: Any) -> Know
     inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_meta]
     tensors = [t for t in tensors_in(outputs) if t.is_meta]
     if not (inputs or tensors) or torch.Tag.inplace_view in func.tags:
-        return KnownOperation(
-            NOTHING, None, several
-        )  # on the CPU, or it gives a tensor another shape
-    kernel = NOTHING if func in FREE else kernel_of(chip, func, args, kwargs, inputs, tensors)
-    if kernel.flops and has_numbers(
-        (*args, *kwargs.values())
-    ):  # torch computes shapes, and goes on
-        raise on_two_devices(func)
+        # on the CPU, or it gives a tensor another shape
+        return KnownOperation(NOTHING, None, several)
+    free = func.overloadpacket in FREE
+    kernel = NOTHING if free else kernel_of(chip, func, args, kwargs, inputs, tensors)
+    # torch computes shapes, and goes on
+    if kernel.flops and has_numbers((*args, *kwargs.values())):
+        raise RuntimeError(
+            f"{func.overloadpacket} has tensors on the CPU and tensors on the meta device, where "
+            "those of a virtual GPU are: make all of them in the program, or move them with "
+            ".to('meta')"
+        )
     names = {id(value): name for name, value in [*enumerate(args), *kwargs.items()]}
     memory = {id(t.untyped_storage()) for t in inputs}
     described: list[Any] = []
