@@ -175,7 +175,12 @@ class _RankMemory:
         update = (0.0 if self.room else self.gradients) + self.in_32_bits
         if self.shape.tied and layout.pp > 1 and (of.first or of.last):  # summed over two stages
             update += (10 if layout.precision.endswith("mixed") else 2.5 * g) * self.table
-        backward, gradients = at_once + self.backward(), self.travelling()
+        # as the last backward ends: two buckets on their way, and with ZeRO-3 two layers' weights
+        buckets = 2 * ((2 if zero >= 2 else 1) - 1 / of.ranks) if of.ranks > 1 else 0
+        buckets += {2: 2, 3: 1}.get(zero, 0)
+        gradients = (0.0 if self.room else g * of.parameters) + buckets * g * self.bucket
+        gradients += 2 * of.e * self.of_layer * (zero == 3)
+        backward = at_once + self.backward()
         moments = {"backward": backward, "gradients": gradients, "optimizer": update}
         if of.last:
             moments["loss"] = at_once + self.loss()
@@ -279,11 +284,3 @@ class _RankMemory:
         else:
             return max(mlp, 0.0)
         return max(mlp, core - (self.kept["inside the MLP"] + self.kept["input of the MLP"]))
-
-    def travelling(self) -> float:
-        """Return the bytes of gradients as the last backward ends, with two buckets in flight."""
-        zero, g = self.layout.zero_stage, self.layout.gradient_itemsize
-        found = 0.0 if self.room else g * self.of.parameters
-        buckets = 2 * ((2 if zero >= 2 else 1) - 1 / self.of.ranks) if self.of.ranks > 1 else 0
-        buckets += {2: 2, 3: 1}.get(zero, 0)
-        return found + buckets * g * self.bucket + (2 * self.of.e * self.of_layer) * (zero == 3)

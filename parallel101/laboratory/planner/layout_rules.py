@@ -128,6 +128,9 @@ def layouts_of(
     """Yield the layouts of one mesh that the trainer accepts."""
     data = mesh.dp * mesh.cp * mesh.ep
     share = batch // (mesh.dp * mesh.ep)
+    microbatches = [size for size in MICROBATCHES if share % size == 0]
+    if "microbatches" in fixed:
+        microbatches = [max(share // fixed["microbatches"], 1)]
     chunks = [1]
     if mesh.pp > 1:
         most = (shape.layers + 2) // mesh.pp
@@ -139,7 +142,7 @@ def layouts_of(
     recompute = KNOWN["recompute"] if shape.attention == "unfused" else ("none", "full")
     others = {key: fixed[key] for key in OTHERS if key in fixed}
     for microbatch, of_rank in product(
-        fixed_or(fixed, "microbatch", microbatches_tried(share, fixed)),
+        fixed_or(fixed, "microbatch", microbatches),
         fixed_or(fixed, "chunks", chunks),
     ):
         count, rest = divmod(share, microbatch)
@@ -162,13 +165,6 @@ def layouts_of(
                 refused.append((reason, layout))
             else:
                 yield layout
-
-
-def microbatches_tried(share: int, fixed: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of samples of a microbatch that are tried."""
-    if "microbatches" in fixed:
-        return [max(share // fixed["microbatches"], 1)]
-    return [size for size in MICROBATCHES if share % size == 0]
 
 
 def why_not_schedule(shape: ModelShape, layout: ParallelLayout, chunks: int) -> str | None:
