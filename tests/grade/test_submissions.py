@@ -241,6 +241,7 @@ def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys
     (folder / "device" / "hw9.py").symlink_to("/dev/zero")
     (folder / "bob").symlink_to("alice")  # somebody else's folder
     (folder / "bob.py").symlink_to("alice/hw9.py")
+    (folder / "peek").symlink_to("odd")  # the names in it are not told either
     (folder / "secret" / "hw9.py").write_text(HEAD + RIGHT)
     (folder / "secret" / "hw9.py").chmod(0)
     if os.geteuid() == 0:  # who can read it all the same
@@ -261,7 +262,8 @@ def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys
     assert {name: row["points"] for name, row in rows.items() if row["points"]} == {"alice": 4}
     assert all(row["complete"] for row in rows.values())
     problems = {name: row["exercises"][0]["problem"] for name, row in rows.items()}
-    assert "is a link" in problems["bob"] and "Permission denied" in problems["secret"]
+    assert "is a link" in problems["bob"] and "is a link" in problems["peek"]
+    assert "Permission denied" in problems["secret"]
     assert "there is hw9.py" in problems["pipe"] and "'=1+1,0" in table.read_text()
     assert r"j\xf6rg\n" in rows and r"\x1b[2Jred" in shown and "\x1b" not in shown
     assert r"there is \x1b[2Jnotes.txt" in problems["odd"]
