@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,11 +78,6 @@ class Course:
             inside = {a.partition("#")[0] for a in links if "://" not in a} - {""}
             assert {Path(address).stem for address in inside} <= pages, name
         return pages
-
-    def search(self) -> list[list[str]]:
-        """What the search can find: kind, title, place, address and text."""
-        script = (self.out / "search_index.js").read_text(encoding="utf-8")
-        return json.loads(script.partition("= ")[2].rstrip(";\n"))["entries"]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from parallel101 import cli
 from parallel101.laboratory.publish import course_pages, write_site
+from parallel101.laboratory.publish.execute import read_notebook
 from parallel101.laboratory.publish.find import Repository, select_lessons
 from parallel101.laboratory.publish.reference import ADDRESS
 from parallel101.laboratory.publish.search_index import SearchEntry
@@ -56,44 +58,35 @@ def test_only_what_was_asked_for_is_written(course, no_tools):
     assert len(course.page("index").select(".lessons li")) == 3
 
 
-def test_a_course_with_an_opening_has_a_reference_and_a_search(course, no_tools, monkeypatch):
+def test_the_lessons_site_has_pages_around_them_a_reference_and_a_search(
+    tmp_path, no_tools, monkeypatch
+):
+    monkeypatch.setattr(write_site, "run_notebook", lambda path, **_: read_notebook(path))
+    monkeypatch.setattr(course_pages, "raised", lambda program: "an error")
+    monkeypatch.setattr(write_site, "homework_body", lambda path: "")
     names = [SearchEntry("Reference", "launch", f"{ADDRESS}#launch", "Run a function.")]
     made = {ADDRESS: "<h1>Reference</h1><p id='launch'>"}, names
     monkeypatch.setattr(f"{write_site.__package__}.reference.make_reference", lambda: made)
-    opening = {"opening": "Why to start.", "picture": "", "routes": []}
-    monkeypatch.setattr(write_site, "read_opening", lambda folder: opening)
-    course.build()
-    assert "launch" in (course.out / ADDRESS).read_text()
-    index = course.page("index")
-    assert index.select_one(f'.more a[href="{ADDRESS}"]')
-    assert index.select_one("form.search")["data-index"] == "search_index.js"
-    addresses = [entry[3] for entry in course.search()]
-    found = {"00_ranks.html", "hw2_topic.html", "glossary.html#shard", f"{ADDRESS}#launch"}
-    assert found <= {*addresses}
-    assert all((course.out / address.partition("#")[0]).exists() for address in addresses)
-
-
-def test_the_lessons_site_has_the_pages_around_them_in_its_index(tmp_path, no_tools, monkeypatch):
-    monkeypatch.setattr(
-        write_site, "run_notebook", lambda path, **_: write_site.read_notebook(path)
-    )
-    monkeypatch.setattr(course_pages, "raised", lambda program: "an error")
-    monkeypatch.setattr(write_site, "homework_body", lambda path: "")
-    made = {ADDRESS: ""}, []
-    monkeypatch.setattr(f"{write_site.__package__}.reference.make_reference", lambda: made)
     repository = Repository("owner/name")
     publish(select_lessons(LESSONS, ["00"]), tmp_path, repository=repository, report=lambda _: None)
+    assert (tmp_path / ADDRESS).read_text() == made[0][ADDRESS]
     index = read(tmp_path / "index.html")
     listed = {a["href"] for a in index.select(".pages a")}
     there = {"glossary", "errors_explained", "teach_with_it", "cite", "hw9_thousand_gpus"}
     assert {f"{page}.html" for page in there} | {ADDRESS} <= listed
-    assert all((tmp_path / page).exists() for page in listed)
     jumps = [a["href"] for a in index.select("nav a[href^='#']")]
     assert jumps == ["#lessons", "#homework"]
     assert all(index.find(id=jump[1:]) is not None for jump in jumps)
     assert index.footer.a["href"] == repository.address
     colab = read(tmp_path / "00_ranks.html").find("a", string="Open in Colab")["href"]
     assert colab == repository.in_colab("lessons/00_ranks.ipynb")
+    assert index.select_one("form.search")["data-index"] == "search_index.js"
+    script = (tmp_path / "search_index.js").read_text(encoding="utf-8")
+    addresses = {e[3] for e in json.loads(script.partition("= ")[2].rstrip(";\n"))["entries"]}
+    found = {"00_ranks.html", "hw2_reducing.html", "glossary.html#rank", f"{ADDRESS}#launch"}
+    assert found | {"errors_explained.html"} <= addresses
+    pages = {address.partition("#")[0] for address in addresses} | listed
+    assert [page for page in pages if not (tmp_path / page).exists()] == []
 
 
 def test_only_what_has_changed_runs_again(course, no_tools):
