@@ -214,7 +214,7 @@ class HybridTrainer:
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
         self.history = History()
         checkpoint.refuse_parts(self)
-        self.verification.note_cut()
+        self.verification.note_cut(self)
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -266,7 +266,7 @@ class HybridTrainer:
         that their weights and buffers are still equal.)
         """
         need_numbers(self, "verify")
-        return self.verification.verify(inputs, targets)
+        return self.verification.verify(self, inputs, targets)
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:

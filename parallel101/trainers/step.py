@@ -43,9 +43,9 @@ def step(trainer: Trainer, inputs: Batch, targets: Batch = None) -> float:
     a rank's loss is not finite. What the model raises on one rank ends the run.
     """
     total = check_shares(trainer, inputs, targets)
-    trainer.verification.before_step(inputs, targets)
+    trainer.verification.before_step(trainer, inputs, targets)
     loss = compute_gradients(trainer, inputs, targets, total)
-    trainer.verification.after_gradients()
+    trainer.verification.after_gradients(trainer)
     with span("optimizer"):
         clip(trainer)
         trainer.optimizer.step()
@@ -59,7 +59,7 @@ def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: in
     trainer.optimizer.zero_grad()
     trainer.gradient_sync.begin()
     losses = Losses(trainer.loss_fn, total, trainer.gradient_sync.scale)
-    trainer.verification.watch(losses)
+    trainer.verification.watch(trainer, losses)
     if trainer.cut_batch:
         inputs, targets, losses.part = trainer.cut_batch(inputs, targets)
     with trainer.random_numbers.during_step(trainer.steps):

@@ -284,8 +284,8 @@ def times_made(options):
     trainer = p101.DataParallelTrainer(
         seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"], **options
     )
-    made, compare = [], trainer.verification.compare
-    trainer.verification.compare = lambda *args: made.append(1) or compare(*args)
+    made, settle = [], trainer.verification.settle
+    trainer.verification.settle = lambda: made.append(1) or settle()
     trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
     return len(made)
 

@@ -7,8 +7,9 @@
 and after each update from its weights: Adam turns the rounding of a zero gradient into a full step.
 Weights that are zero, such as LoRA's B or a head, are moved a little at the start, since they would
 hide what comes before them. The last loss is scaled, so that a hook that clamps only large
-gradients shows. Then the optimizer alone takes more steps, from gradients that are known: one may
-couple elements only after a warm-up, in every fifth step, or if gradients are suddenly large.
+gradients shows. If ranks update parts of tensors, the optimizer alone takes more steps, from
+gradients that are known: one may couple elements only after a warm-up, in every fifth step, or if
+gradients are suddenly large.
 
 Each rank finds how far its numbers are off, and the first rank judges (tolerance.py).
 """
@@ -16,32 +17,21 @@ Each rank finds how far its numbers are off, and the first rank judges (toleranc
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
-import random
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.trainers.batches import (
-    Batch,
-    call,
-    cast,
-    count_samples,
-    join,
-    map_tensors,
-    number_of_text,
-    tensors_of,
-)
+from parallel101.trainers.batches import Batch, call, cast, count_samples, join, map_tensors
 from parallel101.trainers.layout import SAMPLES, copied
 from parallel101.trainers.losses import NoTargets
 from parallel101.trainers.memory import readable
@@ -50,16 +40,16 @@ from parallel101.trainers.step import clip, compute_gradients, gradient_norm
 from parallel101.trainers.training_loop import evaluate_share, evaluation_mode
 from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
-from parallel101.trainers.verify.one_process import Values, WholeModel
+from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import HINTS, NOT_ELEMENTWISE, NotEqualError, Report, Row
-from parallel101.trainers.verify.snapshot import Snapshot, is_users, seed_all, seed_torch
+from parallel101.trainers.verify.snapshot import LIBRARIES, Snapshot
 from parallel101.trainers.verify.tolerance import (
-    SAFETY,
-    Differences,
+    Key,
     Numbers,
-    Tolerance,
+    coarse_bound,
     distance,
     jittered,
+    judge,
     largest,
     without_zeros,
 )
@@ -67,85 +57,113 @@ from parallel101.trainers.verify.tolerance import (
 # steps of the optimizer alone: by how much gradients grow before each
 MORE = (*(-1.1,) * 5, 100.0, -0.01, *(-1.1,) * 6)
 LEAST_LR = 1e-3
-LARGE, LARGE_IN_HALF = 1000.0, 16.0  # about the largest gradient of the scaled loss
-FOREVER = itertools.repeat(None)
+LARGE = 1000.0  # about the largest gradient of the scaled loss
 Share = tuple[Batch, Batch]
 # of torch's errors and Python's unpacking: sizes don't fit
 SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
 
 
-class Comparison:
-    """One comparison with one process, in which all ranks take part.
+def compare(
+    trainer: Trainer, whole: WholeModel | None, batch: Share, steps: int, room: float = math.inf
+) -> Report:
+    """Compare a layout with one process, and put everything back. Collective.
 
     Args:
-        verification: of the trainer, which has the model before it was cut, on the first rank.
+        whole: the model before it was cut, on the first rank.
         batch: this rank's share.
-        snapshot: of the trainer, to which the first rank returns before it takes part.
         room: for activations on the first rank, in bytes.
+
+    Raises NotEqualError, on every rank.
+    """
+    snapshot = Snapshot(trainer, whole)
+    try:
+        report = compared(trainer, whole, batch, steps, room, snapshot)
+    finally:
+        snapshot.restore()
+    trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
+    if report.cause or report.wrong:
+        raise NotEqualError(report)
+    return report
+
+
+def compared(
+    trainer: Trainer,
+    whole: WholeModel | None,
+    batch: Share,
+    steps: int,
+    room: float,
+    snapshot: Snapshot,
+) -> Report:
+    """Compare, and leave traces."""
+    agree, one, plan = trainer.agree, None, {}
+    if len(agree.ranks) > 1 and (words := messages_of_its_own(trainer.model)):
+        return Report(cause=words)
+    # of the ranks with the same samples, one gives them
+    gives = all(axis in SAMPLES or not at for axis, at in trainer.axes.here.items())
+    shares = agree.objects(batch if gives else None, first_only=True)
+    start = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
+    state = trainer.sharded_optimizer.state()
+    if whole is not None:
+        shares = [share for share in shares if share is not None]
+        one = OneProcess(trainer, whole, snapshot, shares, start, state)
+        plan = one.train(steps, room)
+    plan = agree.objects(plan)[0]
+    if "instead" in plan:
+        return Report(**plan["instead"])
+    share = map_tensors(lambda t: t[: plan["few"]], batch)
+    expected = one.expected if one else itertools.repeat(None)
+    sent = (agree.objects(numbers)[0] for numbers in expected)
+    go_on_from(trainer, {("update", name, 0): t for name, t in plan["moved"].items()})
+    trainer.gradient_sync.publish()
+    try:
+        far = differences(trainer, training(trainer, [share], plan), sent)
+    except (FloatingPointError, NoTargets) as error:  # on every rank, and not in one process
+        if not (words := agree.objects(one.explain() if one else "")[0]):
+            raise
+        return Report(cause=f"{words} In parts: {error}")
+    except (RuntimeError, ValueError) as error:  # on each rank that raises it
+        tp = trainer.axes.sizes.get("tp", 1)
+        if tp == 1 or not SHAPES.search(str(error)):
+            raise
+        words = (
+            f"One process can compute this batch, and with the layers cut over {tp} ranks "
+            f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. "
+            f"{place_of(error)}{HINTS['tp']}"
+        )
+        raise NotEqualError(Report(cause=words)) from error
+    of_ranks = agree.objects([(*key, difference) for key, difference in far.items()])
+    rows, cause = agree.objects(one.result(of_ranks) if one else None)[0]
+    return Report([Row(*row) for row in rows], cause=cause, note=plan["note"])
+
+
+@dataclass
+class OneProcess:
+    """What the first rank does: it computes the whole batch, and judges.
+
+    Args:
+        trainer: the layout's.
+        whole: its model.
+        snapshot: to which this rank returns before it takes part in the layout.
+        shares: of the batch.
+        start: parameters and buffers, by name.
+        state: the optimizer's.
     """
 
-    def __init__(self, verification: Any, batch: Share, snapshot: Snapshot, room: float):
-        self.trainer: Trainer = verification.trainer
-        self.verification, self.snapshot, self.room = verification, snapshot, room
-        self.steps: int = verification.steps
-        self.whole: WholeModel | None = verification.whole
-        self.batch, self.eps = batch, 0.0
-        self.expected: list[tuple[int, Numbers]] = []  # of one process, on the first rank
-
-    def run(self) -> Report:
-        trainer, agree = self.trainer, self.trainer.agree
-        if len(agree.ranks) > 1 and (words := messages_of_its_own(trainer.model)):
-            return Report(cause=words)
-        # of the ranks with the same samples, one gives them
-        gives = all(axis in SAMPLES or not at for axis, at in trainer.axes.here.items())
-        shares = agree.objects(self.batch if gives else None, first_only=True)
-        values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
-        self.state, header = trainer.sharded_optimizer.state(), {}
-        if self.whole is not None:
-            self.shares, self.start = [share for share in shares if share is not None], values
-            try:
-                header = self.of_one_process()
-            except (FloatingPointError, NoTargets) as error:
-                header = {"instead": {"reason": f"in one process, {error}"}}
-            except Exception as error:
-                words = f"one process could not train on the whole batch ({type(error).__name__}"
-                header = {"instead": {"cause": f"It can't be compared: {words}: {error})."}}
-        header = agree.objects(header)[0]
-        if "instead" in header:
-            return Report(**header["instead"])
-        try:
-            found = self.of_ranks(**header)
-        except (FloatingPointError, NoTargets) as error:  # on every rank, and not in one process
-            if not (words := agree.objects(self.explain([]))[0]):
-                raise
-            return Report(cause=f"{words} In parts: {error}")
-        except (RuntimeError, ValueError) as error:  # on each rank that raises it
-            tp = trainer.axes.sizes.get("tp", 1)
-            if tp == 1 or not SHAPES.search(str(error)):
-                raise
-            words = (
-                f"One process can compute this batch, and with the layers cut over {tp} ranks "
-                f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. "
-                f"{place_of(error)}{HINTS['tp']}"
-            )
-            raise NotEqualError(Report(cause=words)) from error
-        of_ranks = agree.objects([(*key, far) for key, far in found.items()])
-        rows, cause = list[Row](), ""
-        if self.whole is not None:
-            rows = self.judged(of_ranks)
-            cause = self.explain(rows)
-        rows, cause = agree.objects((rows, cause))[0]
-        return Report([Row(*row) for row in rows], cause=cause, note=header["note"])
-
-    # ── on the first rank ──
+    trainer: Trainer
+    whole: WholeModel
+    snapshot: Snapshot
+    shares: list[Share]
+    start: Mapping[str, Tensor]
+    state: Any
+    expected: list[Numbers] = field(default_factory=list)
+    eps = 0.0  # the coarsest rounding
 
     @contextmanager
-    def one_process(self, change: Callable[[Any], Any] = lambda values: values) -> Iterator[Any]:
+    def running(self, change: Callable[[Any], Any] = lambda values: values) -> Iterator[Any]:
         """Give a trainer of the whole model on this rank alone, inside."""
-        assert self.whole is not None
         self.snapshot.restore()
         alone = self.whole.trainer(self.trainer, change(self.start), self.state)
-        if len(self.shares) > 1:
+        if len(self.shares) > 1:  # of different shapes
             alone.runner.run = partial(run_in_turn, alone.runner.run)
         try:
             yield alone
@@ -154,121 +172,89 @@ class Comparison:
                 part.__dict__.clear()
             self.snapshot.restore()
 
-    def of_one_process(self) -> dict[str, Any]:
-        """Train in one process. Returns what every rank needs before it does the same."""
+    def train(self, steps: int, room: float) -> dict[str, Any]:
+        """Train in one process. Returns what every rank needs before it does the same; or
+        "instead", what its report says.
+        """
         trainer, few, notes = self.trainer, None, list[str]()
         if lost := sorted(self.snapshot.lost):
             notes.append(f"verify has not put back what it can't: {', '.join(lost)}")
-        with self.one_process() as alone:
-            needed, self.eps = kept_of_a_sample(alone, self.shares[0][0])
+        with self.running() as alone:
+            needed, eps = kept_of_a_sample(alone, self.shares[0][0])
+        entries, precision = trainer.layout.entries, trainer.precision
+        dtypes = [entries[name].dtype for name in trainer.trained]
+        dtypes += filter(None, (precision.weights, precision.autocast))
+        self.eps = max(eps, *(torch.finfo(dtype).eps for dtype in dtypes))
         needed *= sum(count_samples(inputs) for inputs, _ in self.shares)
-        if needed > self.room:
+        if needed > room:
             few = trainer.runner.microbatches
             self.shares = [map_tensors(lambda t: t[:few], share) for share in self.shares]
             notes.append(
                 f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of "
                 f"one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, "
-                f"and there are {readable(self.room)}"
+                f"and there are {readable(room)}"
             )
         samples = sum(count_samples(inputs) for inputs, _ in self.shares)
         with suppress(ValueError):  # samples of different shapes: one share after the other
             self.shares = [join(self.shares)]
         moved = without_zeros({name: self.start[name] for name in trainer.trained})
         self.start = {**self.start, **moved}
-
-        def evaluation(alone: Trainer) -> float | None:
-            try:
-                return evaluate(alone, self.shares)
-            except Exception as error:  # as the model raises it in eval mode, with any trainer
-                words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                notes.append(f"evaluation isn't compared: in one process it raises {words}")
-                return None
-
-        with self.one_process() as alone:
-            for step, numbers in training(alone, self.shares, samples, self.steps, evaluation):
-                self.expected.append((step, copied(numbers)))
-                if "loss" not in numbers:
-                    alone.gradient_sync.publish()
-        self.evaluates = any("evaluate" in numbers for _, numbers in self.expected)
-        return {
-            "note": "\n".join(notes),
-            "few": few,
+        self.plan = {
+            "steps": steps,
             "samples": samples,
-            "moved": moved,
-            "evaluates": self.evaluates,
+            "few": few,
+            "draws": True,  # random numbers, other than in nn.Dropout
+            "evaluates": True,
+            "scale": None,  # of the last loss
+            "more": bool(trainer.layout.cut_axes),
         }
+        try:
+            with self.running() as alone:
+                self.expected += map(copied, training(alone, self.shares, self.plan, notes.append))
+        except (FloatingPointError, NoTargets) as error:
+            return {"instead": {"reason": f"in one process, {error}"}}
+        except Exception as error:
+            words = f"one process could not train on the whole batch ({type(error).__name__}"
+            return {"instead": {"cause": f"It can't be compared: {words}: {error})."}}
+        return {**self.plan, "moved": moved, "note": "\n".join(notes)}
 
-    def training(self, trainer: Trainer, shares: Sequence[Share], samples: int) -> Any:
-        """Return `training`, with an evaluation if one process can evaluate."""
-        evaluation = partial(evaluate, shares=shares) if self.evaluates else lambda trainer: None
-        return training(trainer, shares, samples, self.steps, evaluation)
-
-    def judged(self, of_ranks: Sequence[Any]) -> list[Row]:
-        """Return the largest of each difference over the ranks, beside its bound. If the bounds
-        don't explain all, rounding is measured.
+    def result(self, of_ranks: Sequence[Any]) -> tuple[list[Row], str]:
+        """Return the largest of each difference over the ranks, beside its bound, and the cause. If
+        the bounds don't explain all, rounding is measured.
         """
-        far = Differences()
-        for key, step, difference in itertools.chain(*of_ranks):
-            far[key, step] = max(difference, far.get((key, step), 0.0))
-        rows = self.tolerance.judge(far, {})
-        if all(row.ratio <= 1 or row.what == "update" for row in rows):
-            return rows
-        change = partial(jittered, eps=self.tolerance.eps)
-        with self.one_process(change) as alone:
-            samples = sum(count_samples(inputs) for inputs, _ in self.shares)
-            steps = self.training(alone, change(self.shares), samples)
-            noise = differences(alone, steps, (change(numbers) for _, numbers in self.expected))
-        return self.tolerance.judge(far, noise)
+        far: dict[Key, float] = {}
+        for *key, difference in itertools.chain(*of_ranks):
+            far[tuple(key)] = max(difference, far.get(tuple(key), 0.0))
+        rows = judge(self.expected, self.start, far, self.eps)
+        if any(row.ratio > 1 and row.what != "update" for row in rows):
+            change = partial(jittered, eps=self.eps)
+            with self.running(change) as alone:
+                steps = training(alone, change(self.shares), self.plan)
+                noise = differences(alone, steps, map(change, self.expected))
+            rows = judge(self.expected, self.start, far, self.eps, noise)
+        wrong = {row.what for row in rows if row.ratio > 1}
+        if wrong and wrong != {"update"}:
+            return rows, self.explain() or next(self.hints(), "")
+        return rows, NOT_ELEMENTWISE if wrong else ""
 
-    @property
-    def tolerance(self) -> Tolerance:
-        trainer = self.trainer
-        entries, precision = trainer.layout.entries, trainer.precision
-        dtypes = [*(entries[name].dtype for name in trainer.trained), precision.weights]
-        eps = [torch.finfo(d).eps for d in (*dtypes, precision.autocast) if d is not None] + [
-            self.eps
-        ]
-        depth = len({name.rpartition(".")[0] for name in entries})
-        lengths = [n for name in trainer.trained for n in entries[name].shape]
-        terms = max(1, *lengths, sum(t.numel() for t in tensors_of(self.shares)))
-        return Tolerance(self.start, self.expected, self.steps, depth * terms, max(eps))
+    def hints(self) -> Iterator[str]:
+        sizes = self.trainer.axes.sizes
+        return (HINTS[axis] for axis, size in sizes.items() if size > 1 and axis in HINTS)
 
-    def explain(self, rows: Sequence[Row]) -> str:
-        """Return why they differ, in words; "" if it can't be told, and on the other ranks."""
-        kinds = {row.what for row in rows if row.ratio > 1}
-        if self.whole is None or (rows and not kinds):
-            return ""
-        if kinds == {"update"}:
-            return NOT_ELEMENTWISE
-        words, (inputs, targets), tolerance = "", self.shares[0], self.tolerance
-        bound = max(tolerance.bound, SAFETY * tolerance.eps)
-        repeated, of_loss = self.trainer.runner.microbatches > 1, self.verification.loss_snapshot()
+    def explain(self) -> str:
+        """Return in words what mixes samples; "" if nothing does."""
+        loss_fn, (inputs, targets) = self.trainer.loss_fn, self.shares[0]
+        of_loss = Snapshot(loss_fn, skip=(self.trainer, self.trainer.model))
+        bound = coarse_bound(self.eps)
+        repeated = self.trainer.runner.microbatches > 1
         # loss_fn may raise for some samples
-        with suppress(Exception), self.one_process() as alone, deterministic(alone):
+        with suppress(Exception), self.running() as alone, deterministic(alone):
             outputs_of = partial(outputs, alone)
             whole = outputs_of(map_tensors(torch.clone, inputs))
-            words = halves.problem_of_loss(
+            return halves.problem_of_loss(
                 alone.loss_fn, whole, targets, bound, of_loss.restore
             ) or halves.problem_of_model(outputs_of, inputs, whole, bound, repeated)
-        axes = (axis for axis, size in self.trainer.axes.sizes.items() if size > 1 and rows)
-        return words or next((HINTS[axis] for axis in axes if axis in HINTS), "")
-
-    # ── on all ranks ──
-
-    def of_ranks(
-        self, few: int | None, samples: int, moved: Values, evaluates: bool, note: str
-    ) -> Differences:
-        """Train as the ranks do. Returns how far this rank's numbers are off."""
-        trainer, agree, shares = self.trainer, self.trainer.agree, [self.batch]
-        self.evaluates = evaluates
-        if few:
-            shares = [map_tensors(lambda t: t[:few], self.batch)]
-        go_on_from(trainer, {f"update {name}": value for name, value in moved.items()})
-        steps = itertools.groupby(self.expected, lambda entry: entry[0])
-        of_steps = ([numbers for _, numbers in entries] for _, entries in steps)
-        sent = (agree.objects(of_step)[0] for of_step in (of_steps if self.expected else FOREVER))
-        expected = itertools.chain.from_iterable(sent)
-        return differences(trainer, self.training(trainer, shares, samples), expected)
+        return ""
 
 
 # ── of any trainer, the layout's or that of one process ──
@@ -277,94 +263,72 @@ class Comparison:
 def training(
     trainer: Trainer,
     shares: Sequence[Share],
-    samples: int,
-    steps: int,
-    evaluation: Callable[[Trainer], float | None],
-) -> Iterator[tuple[int, Numbers]]:
-    """Take steps, and yield (step, loss, norm, gradients and buffers), (step, weights), … .
+    plan: dict[str, Any],
+    note: Callable[[str], object] | None = None,
+) -> Iterator[dict[Key, Any]]:
+    """Take steps, and yield loss, norm, gradients and buffers; weights; and so on.
 
-    The caller may change gradients and weights meanwhile, and publishes weights.
+    The caller may change gradients and weights meanwhile.
 
     Args:
         shares: of the batch, one after the other.
-        samples: of all ranks.
+        plan: as `OneProcess.train` returns it.
+        note: is told why there is no evaluation, in one process.
     """
-    scale, size, seeds = 1.0, 0.0, seeds_of_noise(trainer)
+    steps: int = plan["steps"]
     for group in trainer.optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR  # a warm-up may begin at 0, and every update would be right
     for step in range(1, steps + 1):
-        if step == steps > 1:
-            wanted = LARGE_IN_HALF if trainer.precision.weights == torch.float16 else LARGE
-            scale = power_of_two(wanted / size) if 0 < size < math.inf else 1.0
-        trainer.gradient_sync.scale = scale
+        scaled = step == steps > 1 and trainer.precision.weights != torch.float16
+        trainer.gradient_sync.scale = scale = plan["scale"] if scaled else 1.0
         # which may be changed in place
         inputs, targets = map_tensors(
             torch.clone, shares[0] if len(shares) == 1 else (*zip(*shares),)
         )
-        with deterministic(trainer):
-            loss = compute_gradients(trainer, inputs, targets, samples)
-        gradients = {f"gradient {name}": p.grad for name, p in trainer.owned.items()}
+        with deterministic(trainer, plan["draws"]) as chance:
+            loss = compute_gradients(trainer, inputs, targets, plan["samples"])
+        plan["draws"] = plan["draws"] and chance.met
+        gradients = {("gradient", name, step): p.grad for name, p in trainer.owned.items()}
         for g in gradients.values():
-            if g is not None and not trainer.precision.scaled:  # else the trainer has divided it
+            if g is not None and scaled:
                 g /= scale
-        numbers = {"loss": torch.tensor(loss, dtype=torch.float64), **gradients}
+        numbers = {("loss", "", step): torch.tensor(loss, dtype=torch.float64), **gradients}
         if trainer.clip_norm is not None:
-            numbers["norm"] = gradient_norm(trainer)
+            numbers["norm", "", step] = gradient_norm(trainer)
         for name, b in trainer.model.named_buffers():
             if name in trainer.local and name in trainer.layout.entries:
-                numbers[f"buffer {name}"] = b
-        yield step, numbers
-        if step == steps - 1:
-            here = max((largest(p.grad) for p in trainer.owned.values()), default=0.0)
-            size = max(trainer.agree.numbers(here)[0])
+                numbers["buffer", name, step] = b
+        yield numbers
+        if step == steps - 1 and not plan["scale"]:
+            size = max(map(largest, gradients.values()))
+            wanted = math.log2(LARGE / size) if 0 < size < math.inf else 0.0
+            plan["scale"] = 2.0 ** max(0, min(40, round(wanted)))
         clip(trainer)
-        update(trainer, seeds)
-        yield step, weights(trainer)
-    if (evaluated := evaluation(trainer)) is not None:
-        yield steps, {"evaluate": torch.tensor(evaluated, dtype=torch.float64)}
-    update(trainer, seeds, MORE)
-    yield steps + len(MORE), weights(trainer)
+        yield from updated(trainer, step)
+    if plan["evaluates"]:
+        try:
+            evaluated = evaluate(trainer, shares)
+            yield {("evaluate", "", steps): torch.tensor(evaluated, dtype=torch.float64)}
+        except Exception as error:  # as the model raises it in eval mode, with any trainer
+            if note is None:
+                raise
+            plan["evaluates"] = False
+            words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            note(f"evaluation isn't compared: in one process it raises {words}")
+    if plan["more"]:
+        yield from updated(trainer, steps + len(MORE), MORE)
 
 
-def differences(
-    trainer: Trainer, steps: Iterable[tuple[int, Numbers]], expected: Iterable[Numbers]
-) -> Differences:
-    """Return how far this rank's numbers are from those of the whole model, with which it goes
-    on after each.
+def updated(
+    trainer: Trainer, step: int, growth: Sequence[float] = (1.0,)
+) -> Iterator[dict[Key, Any]]:
+    """Take steps of the optimizer, before each of which gradients grow by a factor, and yield the
+    weights.
     """
-    found = Differences()
-    for (step, here), there in zip(steps, expected):
-        for key in here:
-            name, whole = key.partition(" ")[2], there[key]
-            if name and whole is not None:
-                whole = trainer.layout.cut(name, whole)
-            found[key, step] = distance(here[key], whole)
-        go_on_from(trainer, there)
-    return found
-
-
-@torch.no_grad()
-def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
-    """Copy what there is of whole gradients and weights to where they are on the ranks."""
-    for name, p in trainer.owned.items():
-        if (updated := numbers.get(f"update {name}")) is not None:
-            p.copy_(trainer.layout.cut(name, updated))
-        if (key := f"gradient {name}") in numbers:
-            g, p.grad = numbers[key], None
-            if g is not None:
-                p.grad = trainer.layout.cut(name, g).to(p.grad_dtype or p.dtype, copy=True)
-    if any(key.startswith("update ") for key in numbers):
-        trainer.gradient_sync.publish()
-
-
-def update(trainer: Trainer, seeds: Sequence[int], growth: Sequence[float] = (1.0,)) -> None:
-    """Take steps of the optimizer, before each of which gradients grow by a factor."""
-    seed_all(seeds[1])
-    seed_torch(seeds[0])
-    owned = trainer.owned.values()
+    owned = trainer.owned
     for factor in growth:
-        for p in owned:
+        for p in owned.values():
             if p.grad is not None and factor != 1:
                 p.grad = factor * p.grad.to(p.dtype)  # of a master weight it is rounded
         try:
@@ -372,21 +336,41 @@ def update(trainer: Trainer, seeds: Sequence[int], growth: Sequence[float] = (1.
         except Exception:  # as Muon's, which wants matrices
             if len(trainer.agree.ranks) == 1:
                 raise
-            for p in owned:
+            for p in owned.values():
                 p.data.fill_(torch.nan)
+    yield {("update", name, step): p.detach() for name, p in owned.items()}
+    trainer.gradient_sync.publish()
 
 
-def seeds_of_noise(trainer: Trainer) -> list[int]:
-    """Return seeds of torch's and Python's random numbers in the optimizer, the same on all ranks
-    if they were seeded alike.
+def differences(
+    trainer: Trainer, steps: Iterable[Numbers], expected: Iterable[Numbers]
+) -> dict[Key, float]:
+    """Return how far this rank's numbers are from those of the whole model, with which it goes
+    on after each.
     """
-    states = torch.get_rng_state().tolist(), random.getstate()
-    of_ranks = trainer.agree.numbers(*(number_of_text(str(state)) for state in states))
-    return [1 if len(set(of_state)) == 1 else 2 + trainer.position for of_state in of_ranks]
+    far = {}
+    for here, there in zip(steps, expected):
+        for key, t in here.items():
+            whole, name = there[key], key[1]
+            if name and whole is not None:
+                whole = trainer.layout.cut(name, whole)
+            far[key] = distance(t, whole)
+        go_on_from(trainer, there)
+    return far
 
 
-def weights(trainer: Trainer) -> Numbers:
-    return {f"update {name}": p.detach() for name, p in trainer.owned.items()}
+@torch.no_grad()
+def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
+    """Copy what there is of whole gradients and weights to where they are on the ranks."""
+    for (what, name, _), whole in numbers.items():
+        if (p := trainer.owned.get(name)) is None or what not in ("gradient", "update"):
+            continue
+        part = None if whole is None else trainer.layout.cut(name, whole)
+        if what == "update":
+            p.copy_(part)
+        else:
+            p.grad = None  # whose dtype may be another
+            p.grad = None if part is None else part.to(p.grad_dtype or p.dtype, copy=True)
 
 
 def evaluate(trainer: Trainer, shares: Sequence[Share]) -> float:
@@ -412,41 +396,31 @@ def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
     """Return the bytes that one sample's forward keeps for backward, and their coarsest rounding: a
     model may use autocast itself. Both are 0 if it can't run alone.
     """
-    weights = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
-    kept: dict[int, int] = {}
-    eps = 0.0
+    kept = list[Tensor]()
 
     def pack(t: Tensor) -> Tensor:
-        nonlocal eps
-        eps = max(eps, torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0)
-        storage = t.untyped_storage()
-        kept[storage._cdata] = 0 if storage._cdata in weights else storage.nbytes()
+        kept.append(t)
         return t
 
+    sample = cast(map_tensors(lambda t: t[:1].clone(), inputs), trainer.precision.weights)
     with suppress(Exception), saved_tensors_hooks(pack, lambda t: t):
-        call(
-            trainer.model,
-            cast(map_tensors(lambda t: t[:1].clone(), inputs), trainer.precision.weights),
-        )
-    return float(sum(kept.values())), eps
-
-
-def power_of_two(wanted: float) -> float:
-    return 2.0 ** max(0, min(40, round(math.log2(wanted))))
+        call(trainer.model, sample)
+    weights = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
+    nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
+    eps = [torch.finfo(t.dtype).eps for t in kept if t.is_floating_point()]
+    return float(sum(n for at, n in nbytes.items() if at not in weights)), max(eps, default=0.0)
 
 
 def place_of(error: Exception) -> str:
     """Return the line of the user's program that raised it, in words; "" if it is none's."""
-    places = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_users(SimpleNamespace(__module__=frame.f_globals.get("__name__")))
-    ]
+    lines = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    places = [line for line, module in zip(lines, modules) if module not in LIBRARIES]
     if not places:
         return ""
-    path, line = places[-1]
-    code = linecache.getline(path, line).strip()
-    return f"It comes from line {line} of {Path(path).name}: `{code}`. "
+    at = places[-1]
+    return f"It comes from line {at.lineno} of {Path(at.filename).name}: `{at.line}`. "
 
 
 def messages_of_its_own(model: nn.Module) -> str:

@@ -3,7 +3,7 @@ others.
 
     attention, nn.LSTM                      dropout's probability is 0
     F.dropout, torch.bernoulli              1 everywhere
-    torch.randperm, torch.multinomial       in order; the likeliest
+    torch.randperm                          in order
     torch.randn, x.uniform_(2, 4), …        the middle of the range
 
 Python's and NumPy's random numbers start from the same seed in each forward.
@@ -21,18 +21,24 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel101.trainers.options import Trainer
-from parallel101.trainers.verify.snapshot import seed_all
+from parallel101.trainers.verify.snapshot import Snapshot, seed_all
 
 
 class WithoutChance(TorchDispatchMode):
-    """Replaces the results of torch's random operations, while it is active."""
+    """Replaces the results of torch's random operations, while it is active.
+
+    Attributes:
+        met: whether there was one.
+    """
+
+    met = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if (chance := chance_of(func)) is None:
             return func(*args, **(kwargs or {}))
-        name, place = chance
+        self.met, (name, place) = True, chance
         if place is not None:
             given = (0.0,) if place < len(args) else ()
             return func(*args[:place], *given, *args[place + 1 :], **(kwargs or {}))
@@ -42,9 +48,6 @@ class WithoutChance(TorchDispatchMode):
             return result.fill_(1)
         if name == "randperm":
             return result.copy_(torch.arange(len(result)))
-        if name == "multinomial":
-            best = args[0].sort(dim=-1, descending=True, stable=True).indices
-            return result.copy_(best[..., torch.arange(result.shape[-1]) % best.shape[-1]])
         # mean and deviation, or the ends of the range
         numbers = [a for a in args if isinstance(a, int | float)][:2]
         return result.fill_(sum(numbers) / 2 if numbers else 0.5)
@@ -65,11 +68,13 @@ def chance_of(func: Any) -> tuple[str, int | None] | None:
 
 
 @contextmanager
-def deterministic(trainer: Trainer) -> Iterator[None]:
+def deterministic(trainer: Trainer, draws: bool = True) -> Iterator[WithoutChance]:
     """Let the model draw no random numbers of torch inside, and in each forward the same ones of
-    Python and NumPy.
+    Python and NumPy. Afterwards they go on where they were before.
+
+    Args: draws: False if it is known to draw none but in nn.Dropout, which saves time.
     """
-    model = trainer.model
+    model, mode, random_numbers = trainer.model, WithoutChance(), Snapshot()
     called = getattr(trainer.runner, "parts", {0: model}).values()
     compiled = any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
@@ -87,10 +92,11 @@ def deterministic(trainer: Trainer) -> Iterator[None]:
     try:
         for module, name, _ in dropouts:
             setattr(module, name, 0.0)
-        with nullcontext() if compiled else WithoutChance():
-            yield
+        with mode if draws and not compiled else nullcontext():
+            yield mode
     finally:
         for hook in hooks:
             hook.remove()
         for module, name, value in dropouts:
             setattr(module, name, value)
+        random_numbers.restore()

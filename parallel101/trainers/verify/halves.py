@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,6 +20,22 @@ from parallel101.trainers.options import LossFn
 from parallel101.trainers.verify.tolerance import distance, largest
 
 EXACT = 1e-9  # relative; rounding in float64 is less
+NO_MEAN = (
+    "loss_fn isn't a mean over samples: of the same outputs it gives {:.6g}, and on average of two "
+    "parts of them {:.6g}. Return (sum of losses, their weight) from loss_fn, such as the number "
+    "of targets that count, and each is divided by the whole batch's weight. A loss that compares "
+    "samples with each other can't be cut along them."
+)
+CHANGES = (
+    "The model's outputs for the same samples change from one forward to the next, as "
+    "spectral_norm's do in training, and here it has several forwards in a step. Use fewer "
+    "microbatches, or a module without such a state."
+)
+MIXES = (
+    "Something in the model mixes samples: {}. It may look at statistics of the batch, or samples "
+    "may not lie along dim 0 (a time-first LSTM, for example), where they are cut. BatchNorm works "
+    "with sync_batch_norm=True."
+)
 
 
 def problem_of_loss(
@@ -42,26 +57,16 @@ def problem_of_loss(
     if loss_fn is None or samples < 2 or not per_sample(outputs, samples):
         return ""
 
-    exactly = map_tensors(in_float64, (outputs, targets))  # if loss_fn can
+    exactly = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (outputs, targets))
     for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
-        with suppress(Exception):  # as loss_fn may raise for some of the samples
-            whole, of_parts = mean_loss(loss_fn, y, t, [samples], restore), []
-            for sizes in two_parts(samples):
-                with suppress(RuntimeError, ValueError, IndexError):
-                    of_parts.append(mean_loss(loss_fn, y, t, sizes, restore))
+        ways = [[samples], *two_parts(samples)]
+        whole, *of_parts = (mean_loss(loss_fn, y, t, sizes, restore) for sizes in ways)
+        if whole is not None:
+            known = [mean for mean in of_parts if mean is not None]
             # samples that belong together may stay together in one of two ways
-            if of_parts and all(far(whole, mean, most) for mean in of_parts):
-                return NO_MEAN.format(whole, of_parts[0])
-            return ""
+            wrong = known and all(far(whole, mean, most) for mean in known)
+            return NO_MEAN.format(whole, known[0]) if wrong else ""
     return ""
-
-
-NO_MEAN = (
-    "loss_fn isn't a mean over samples: of the same outputs it gives {:.6g}, and on average of two "
-    "parts of them {:.6g}. Return (sum of losses, their weight) from loss_fn, such as the number "
-    "of targets that count, and each is divided by the whole batch's weight. A loss that compares "
-    "samples with each other can't be cut along them."
-)
 
 
 @torch.no_grad()
@@ -71,14 +76,20 @@ def mean_loss(
     targets: Any,
     sizes: Sequence[int],
     restore: Callable[[], object],
-) -> float:
-    """Return the mean loss, as a trainer computes it from the losses of parts of these sizes."""
+) -> float | None:
+    """Return the mean loss, as a trainer computes it from the losses of parts of these sizes; None
+    if loss_fn raises for some of them.
+    """
     total, weights = 0.0, 0.0
     # loss_fn may change them in place
     ys, ts = (split(tree, sizes) for tree in map_tensors(torch.clone, (outputs, targets)))
     for y, t, samples in zip(ys, ts, sizes):
-        loss, weight = loss_and_weight(loss_fn, y, t)
-        restore()
+        try:
+            loss, weight = loss_and_weight(loss_fn, y, t)
+        except Exception:
+            return None
+        finally:
+            restore()
         total += loss.item() * (samples if weight is None else 1)
         weights += samples if weight is None else weight
     return total / weights if weights else 0.0
@@ -97,29 +108,19 @@ def problem_of_model(
         repeated: whether a step has several forwards.
     """
     samples = len(tensors_of(inputs)[0])
-    sizes = two_parts(samples)[0] if samples > 1 else [samples]
     if repeated and differ(tensors_of(outputs_of(inputs)), tensors_of(outputs), bound):
-        return (
-            "The model's outputs for the same samples change from one forward to the next, as "
-            "spectral_norm's do in training, and here it has several forwards in a step. Use fewer "
-            "microbatches, or a module without such a state."
-        )
+        return CHANGES
     if samples < 2:
         return ""
     try:
-        parts = [outputs_of(part) for part in split(inputs, sizes)]
+        parts = [outputs_of(part) for part in split(inputs, two_parts(samples)[0])]
     except Exception as error:
         how = f"it can't compute some of them alone ({type(error).__name__}: {error})"
-    else:
-        how = "its outputs for some of the samples change if they come without the others"
-        joined = [torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))]
-        if not per_sample(outputs, samples) or not differ(joined, tensors_of(outputs), bound):
-            return ""
-    return (
-        f"Something in the model mixes samples: {how}. It may look at statistics of the batch, or "
-        "samples may not lie along dim 0 (a time-first LSTM, for example), where they are cut. "
-        "BatchNorm works with sync_batch_norm=True."
-    )
+        return MIXES.format(how)
+    joined = [torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))]
+    if not per_sample(outputs, samples) or not differ(joined, tensors_of(outputs), bound):
+        return ""
+    return MIXES.format("its outputs for some of them change if they come without the others")
 
 
 def two_parts(samples: int) -> list[list[int]]:
@@ -138,14 +139,10 @@ def two_parts(samples: int) -> list[list[int]]:
     return ways
 
 
-def in_float64(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t
-
-
 def per_sample(outputs: Any, samples: int) -> bool:
     """Return whether each of these tensors has the samples along dim 0."""
-    found = tensors_of(outputs)
-    return bool(found) and all(t.dim() and len(t) == samples for t in found)
+    tensors = tensors_of(outputs)
+    return bool(tensors) and all(t.dim() and len(t) == samples for t in tensors)
 
 
 def far(a: float, b: float, bound: float) -> bool:

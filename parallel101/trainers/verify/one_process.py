@@ -8,8 +8,7 @@ trainer()         the same modules have it again: model, loss_fn and hooks find 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from types import MethodType
 from typing import Any
 
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.options import LossFn, Options, Trainer
-from parallel101.trainers.verify.snapshot import MISSING
 
 TENSORS, HOOKS = ("_parameters", "_buffers", "_modules"), "_hooks"
-Values = Mapping[str, Tensor]
+SHARED = ("clip_norm", "autocast", "precision", "gradient_dtype")  # options of both sides
+MISSING = object()
 
 
 class WholeModel:
@@ -40,8 +39,9 @@ class WholeModel:
         options: Options,
         build: Callable[..., Trainer],
     ):
-        self.model, self.loss_fn, self.options, self.build = model, loss_fn, options, build
-        self.before = {module: noted(module) for module in model.modules()}
+        shared = {name: getattr(options, name) for name in SHARED}
+        self.model, self.build = model, partial(build, model, loss_fn, verify=False, **shared)
+        self.noted = {module: noted(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
         kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
         # of other stages they are freed, and the layout doesn't have them
@@ -50,14 +50,13 @@ class WholeModel:
         }
 
     def note_cut(self) -> None:
-        """Note which attributes of the model the trainer has changed by cutting it."""
-        self.changed: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}
-        for module, before in self.before.items():
+        """Keep of what was noted the attributes that the trainer has changed by cutting the model,
+        each as it was and as it is.
+        """
+        for module, before in self.noted.items():
             now = noted(module)
-            keys = before.keys() | now.keys()
-            pairs = {key: (before.get(key, MISSING), now.get(key, MISSING)) for key in keys}
-            self.changed[module] = {key: pair for key, pair in pairs.items() if differ(*pair)}
-        del self.before
+            pairs = {k: (before.get(k, MISSING), now.get(k, MISSING)) for k in before | now}
+            self.noted[module] = {key: pair for key, pair in pairs.items() if differ(*pair)}
 
     def free(self) -> None:
         """Free the memory of weights that the cut model doesn't have."""
@@ -66,19 +65,7 @@ class WholeModel:
             if id(p) not in kept:
                 p.data, p.grad = p.data.new_empty(0), None
 
-    def make_whole(self, values: Values) -> None:
-        """Make the model whole, with copies of these parameters and buffers."""
-        for module, changed in self.changed.items():
-            undo_cut(module.__dict__, changed)
-            if isinstance(module, nn.SyncBatchNorm):  # nobody would answer this rank
-                module.__dict__["forward"] = MethodType(nn.BatchNorm1d.forward, module)
-        if type(self.model).forward is nn.Sequential.forward:
-            self.model.__dict__["forward"] = partial(in_turn, self.model)
-        for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            value = values.get(name, t.data if t.numel() else self.unsaved.get(name, t.data))
-            t.data, t.grad = value.to(t.dtype, copy=True), None
-
-    def trainer(self, of: Trainer, values: Values, state: Any) -> Trainer:
+    def trainer(self, of: Trainer, values: Mapping[str, Tensor], state: Any) -> Trainer:
         """Return a trainer of the whole model on this rank alone.
 
         Args:
@@ -86,39 +73,35 @@ class WholeModel:
             values: parameters and buffers, by name; of mixed precision, the master weights.
             state: the optimizer's whole state and groups, as `ShardedOptimizer.state` gives them.
         """
+        for module, changed in self.noted.items():
+            undo_cut(vars(module), changed)
+            if isinstance(module, nn.SyncBatchNorm):  # nobody would answer this rank
+                vars(module)["forward"] = MethodType(nn.BatchNorm1d.forward, module)
+        if type(self.model).forward is nn.Sequential.forward:
+            vars(self.model)["forward"] = partial(in_turn, self.model)
+        for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            value = values.get(name, t.data if t.numel() else self.unsaved.get(name, t.data))
+            t.data, t.grad = value.to(t.dtype, copy=True), None
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
 
         def optimizer(parameters: list[nn.Parameter]) -> Any:
             whole = dict(zip(names, parameters))
-            for name, p in whole.items():
-                p.data = values[name].clone()
             for group, of_all in zip(of.optimizer.param_groups, state["groups"]):
                 group["params"] = [whole[name] for name in of_all["names"] if name in whole]
             of.optimizer.state.clear()
-            for name in whole.keys() & state["state"].keys():
-                of.optimizer.state[whole[name]] = dict(state["state"][name])
+            for name, p in whole.items():
+                p.data = values[name].clone()
+                if name in state["state"]:
+                    of.optimizer.state[p] = dict(state["state"][name])
             return of.optimizer
 
-        self.make_whole(values)
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        alone, given = Axes(of.axes.along([]), {"dp": 1}), self.options
-        options = replace(
-            Options(),
-            clip_norm=given.clip_norm,
-            autocast=given.autocast,
-            precision=given.precision,
-            gradient_dtype=given.gradient_dtype,
-            verify=False,
-        )
-        return self.build(self.model, self.loss_fn, optimizer, mesh=alone, **vars(options))
+        return self.build(optimizer, mesh=Axes(of.axes.along([]), {"dp": 1}))
 
 
-def in_turn(modules: nn.Module, *inputs: Any, **named: Any) -> Any:
+def in_turn(modules: Any, *inputs: Any, **named: Any) -> Any:
     """Call one module after the other. A Sequential takes one input, and a pipeline several."""
-    first, *others = modules.children()
-    outputs = first(*inputs, **named)
-    for module in others:
-        outputs = module(outputs)
-    return outputs
+    first, *others = modules
+    return reduce(lambda outputs, module: module(outputs), others, first(*inputs, **named))
 
 
 # ── a module's __dict__, before and after ──
@@ -133,7 +116,7 @@ def noted(module: nn.Module) -> dict[str, Any]:
 
 
 def differ(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict) and a is not b:
+    if isinstance(a, dict) and isinstance(b, dict):
         return list(a) != list(b) or any(a[key] is not b[key] for key in a)
     return a is not b
 

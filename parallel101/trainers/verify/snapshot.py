@@ -21,7 +21,6 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,11 +36,12 @@ STATEFUL = (
     *("collections", "queue", "types", "argparse", "torch.optim", "torch.amp", "torch.quasirandom"),
     *(f"parallel101.{name}" for name in ("trainers", "layers", "models", "keras")),
 )
-MISSING = object()
+GET_AND_SET = (("get_state", "set_state"), ("getstate", "setstate"))
 
 
 class Snapshot:
-    """The state of everything that can be reached from some objects.
+    """The state of everything that can be reached from some objects, and of the global random
+    numbers.
 
     Args:
         roots: the objects.
@@ -53,7 +53,7 @@ class Snapshot:
 
     def __init__(self, *roots: Any, skip: tuple[Any, ...] = ()):
         self.lost: set[str] = set()
-        self.undo = random_numbers()
+        self.undo = global_random_numbers()
         self.met: dict[int, Any] = {id(obj): obj for obj in skip}  # which keeps their ids
         self.memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         waiting = list(roots)
@@ -81,19 +81,14 @@ class Snapshot:
             yield from self.tensor(obj)
         elif isinstance(obj, dict | list | deque | bytearray | set):
             before = dict(obj) if isinstance(obj, dict) else list(obj)
-            add = obj.update if isinstance(obj, dict | set) else obj.extend
-            self.undo.append(partial(fill, obj, before, add))
+            self.undo.append(partial(fill, obj, before))
             yield from gc.get_referents(obj)
         elif isinstance(obj, tuple | frozenset | partial | types.MethodType):
             yield from gc.get_referents(obj)
         elif isinstance(obj, types.FunctionType):
             yield from self.function(obj)
-        elif isinstance(obj, torch.Generator):
-            self.undo.append(partial(obj.set_state, obj.get_state()))
-        elif isinstance(obj, random.Random):
-            self.undo.append(partial(obj.setstate, obj.getstate()))
-        elif type(obj).__module__.partition(".")[0] == "numpy":
-            self.numpy_object(obj)
+        elif isinstance(obj, torch.Generator | random.Random) or root_of(type(obj)) == "numpy":
+            self.undo.extend(random_numbers(obj))
         elif isinstance(obj, types.GeneratorType | io.IOBase) or hasattr(type(obj), "__next__"):
             self.lost.add(name_of(obj))
         elif looked_into(obj):
@@ -114,49 +109,35 @@ class Snapshot:
     def function(self, function: types.FunctionType) -> Iterator[Any]:
         yield from (function.__dict__, function.__defaults__, function.__kwdefaults__)
         for cell in function.__closure__ or ():
-            with suppress(ValueError):  # it is empty
-                self.undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
-                yield cell.cell_contents
+            yield from self.attribute(cell, "cell_contents")
         if not is_users(function):
             return
         here, names = function.__globals__, set(names_in(function.__code__))
         modules = (here[name] for name in names if isinstance(here.get(name), types.ModuleType))
-        for space in (here, *(vars(module) for module in modules if is_program(module))):
+        for space in (here, *(vars(module) for module in modules if is_users(module))):
             for name in names & space.keys():
-                value = space[name]
-                self.undo.append(partial(space.__setitem__, name, value))
-                its = getattr(value, "__module__", None) or ""
-                if (
-                    not callable(value)
-                    or its == function.__module__
-                    or is_program(sys.modules.get(its))
-                ):
-                    yield value
+                self.undo.append(partial(space.__setitem__, name, space[name]))
+                yield space[name]
 
     def object(self, obj: Any) -> Iterator[Any]:
         yield getattr(obj, "__dict__", None)
-        for cls in type(obj).__mro__:
-            if not is_users(cls):
-                continue
+        for cls in filter(is_users, type(obj).__mro__):
             for name, value in vars(cls).items():
                 if isinstance(value, types.MemberDescriptorType):  # of __slots__
-                    if (held := getattr(obj, name, MISSING)) is not MISSING:
-                        self.undo.append(partial(put_back_attribute, obj, name, held))
-                        yield held
+                    yield from self.attribute(obj, name)
                 elif isinstance(value, types.FunctionType):
                     yield value
                 elif not name.startswith("__") and not hasattr(value, "__get__"):
-                    self.undo.append(partial(put_back_attribute, cls, name, value))
-                    yield value
+                    yield from self.attribute(cls, name)
 
-    def numpy_object(self, obj: Any) -> None:
-        if hasattr(obj, "bit_generator"):
-            state = obj.bit_generator.state
-            self.undo.append(partial(setattr, obj.bit_generator, "state", state))
-        elif hasattr(obj, "get_state"):
-            self.undo.append(partial(obj.set_state, obj.get_state()))
-        elif hasattr(obj, "flags") and obj.flags.writeable:
-            self.undo.append(partial(obj.__setitem__, ..., obj.copy()))
+    def attribute(self, owner: Any, name: str) -> Iterator[Any]:
+        """Keep an attribute that is in no __dict__."""
+        try:
+            value = getattr(owner, name)
+        except (AttributeError, ValueError):  # an empty slot or cell
+            return
+        self.undo.append(partial(put_back_attribute, owner, name, value))
+        yield value
 
 
 def put_back_tensor(
@@ -169,22 +150,21 @@ def put_back_tensor(
         t.requires_grad_(trained)
 
 
-def put_back_attribute(obj: Any, name: str, value: Any) -> None:
-    if getattr(obj, name, MISSING) is not value:
-        setattr(obj, name, value)
+def put_back_attribute(owner: Any, name: str, value: Any) -> None:
+    if getattr(owner, name, None) is not value:
+        setattr(owner, name, value)
 
 
 def name_of(obj: Any) -> str:
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
-def fill(container: Any, before: Any, add: Callable[[Any], object]) -> None:
+def fill(container: Any, before: Any) -> None:
     """Give a container its content again, unless it has it."""
     now, then = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (container, before))
-    same = len(now) == len(then) and all(map(operator.is_, now, then))
-    if not same:
+    if len(now) != len(then) or not all(map(operator.is_, now, then)):
         container.clear()
-        add(before)
+        (container.update if isinstance(container, dict | set) else container.extend)(before)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
@@ -195,53 +175,57 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
-def is_users(function_or_class: Any) -> bool:
-    """Return whether a program has defined it, and no library."""
-    root = (getattr(function_or_class, "__module__", None) or "builtins").partition(".")[0]
-    return root not in LIBRARIES
+def root_of(obj: Any) -> str:
+    """Return the name of the package that has defined a function, a class or a module."""
+    name = obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", None)
+    return (name or "builtins").partition(".")[0]
 
 
-def is_program(module: Any) -> bool:
-    """Return whether a module belongs to the program, and isn't installed."""
-    name, file = getattr(module, "__name__", "builtins"), getattr(module, "__file__", None) or ""
-    return name.partition(".")[0] not in LIBRARIES and "site-packages" not in file
+def is_users(obj: Any) -> bool:
+    """Return whether a program has defined this function, class or module, and no library."""
+    return root_of(obj) not in LIBRARIES
 
 
 def looked_into(obj: Any) -> bool:
     """Return whether what this object holds may change in training."""
-    cls = type(obj)
-    if isinstance(obj, nn.Module | Optimizer):
-        return True
     if isinstance(obj, type | types.ModuleType):
         return False
-    return is_users(cls) or cls.__module__.startswith(STATEFUL)
+    known = isinstance(obj, nn.Module | Optimizer) or type(obj).__module__.startswith(STATEFUL)
+    return known or is_users(type(obj))
 
 
 # ── random numbers ──
 
 
-def seed_torch(seed: int) -> None:
-    """Do what torch.manual_seed does. Without a GPU, that writes down its callers each time."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+def global_random_numbers() -> list[Callable[[], object]]:
+    """Return what puts the random numbers of torch, Python and NumPy back to where they are now."""
+    states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+    ]
+    if torch.cuda.is_available():
+        states.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    if numpy := sys.modules.get("numpy"):
+        states.append((numpy.random.get_state, numpy.random.set_state))
+    return [partial(put, get()) for get, put in states]
+
+
+def random_numbers(obj: Any) -> Iterator[Callable[[], object]]:
+    """Yield what puts a generator of random numbers back, or an array of NumPy's."""
+    if hasattr(obj, "bit_generator"):
+        yield partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
+    elif hasattr(obj, "flags"):
+        yield from [partial(obj.__setitem__, ..., obj.copy())] * obj.flags.writeable
+    for get, put in GET_AND_SET:
+        if hasattr(obj, put):
+            yield partial(getattr(obj, put), getattr(obj, get)())
 
 
 def seed_all(seed: int) -> None:
-    seed_torch(seed)
+    # what torch.manual_seed does: without a GPU, that writes down its callers each time
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
-
-
-def random_numbers() -> list[Callable[[], object]]:
-    """Return what puts the global random numbers back to where they are now."""
-    undo: list[Callable[[], object]] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_available():
-        undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if numpy := sys.modules.get("numpy"):
-        undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    return undo

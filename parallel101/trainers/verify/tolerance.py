@@ -1,17 +1,16 @@
 """How large a difference may be rounding.
 
-A result in precision u is rounded once in each of the d modules, there and back, and sums up to k
-numbers. Such errors add up like a random walk, so two orders of summing differ by about √(d·k)·u.
-The bound is 4 times that, relative to the largest number in the same module. If a difference
-exceeds it, rounding is measured: one process computes the same steps with every weight and input
-changed by its rounding.
+Two orders of summing differ by about √k·u, for k numbers in a precision u. The bound is 1,000 u,
+relative to the largest number in the same module. If a difference exceeds it, rounding is measured:
+one process computes the same steps with every weight and input changed by its rounding.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,76 +18,70 @@ from torch import Tensor
 from parallel101.trainers.batches import map_tensors
 from parallel101.trainers.verify.report import KINDS, Row
 
-SAFETY, NOISE = 4, 16
+TERMS, SAFETY, NOISE = 1000, 4, 16
 # How much more of the scaled step may be rounding. It is for what clamps large gradients, which
 # differs grossly, and the gradient of a matrix exponential gets less exact than its size says.
 LOOSE = 100
-Numbers = Mapping[str, Tensor | None]  # "loss", "norm", "gradient NAME", "buffer NAME", …
-Differences = dict[tuple[str, int], float]  # of which number, in which step: how far
+Key = tuple[str, str, int]  # what (loss, norm, gradient, …), of which tensor, in which step
+Numbers = Mapping[Key, Tensor | None]
 
 
-class Tolerance(NamedTuple):
-    """What is rounding.
+def judge(
+    expected: Sequence[Numbers],
+    start: Mapping[str, Tensor],
+    far: Mapping[Key, float],
+    eps: float,
+    noise: Mapping[Key, float] = {},
+) -> list[Row]:
+    """Return each difference beside its bound.
 
-    Attributes:
+    Args:
+        expected: of one process.
         start: weights before the first step, by name.
-        expected: (step, numbers) of one process.
-        scaled: the step whose loss is scaled.
-        terms: d · k.
+        far: the differences.
         eps: the coarsest rounding of the layout.
+        noise: measured.
     """
-
-    start: Mapping[str, Tensor]
-    expected: Sequence[tuple[int, Numbers]]
-    scaled: int
-    terms: int
-    eps: float
-
-    @property
-    def bound(self) -> float:
-        """Relative to the largest number."""
-        exact = min(self.eps, torch.finfo(torch.float32).eps)
-        return SAFETY * exact * math.sqrt(self.terms)
-
-    def judge(self, far: Differences, noise: Differences) -> list[Row]:
-        """Return each difference beside its bound. `noise`: measured, or empty."""
-        bound, bounds, rows = self.bound, Differences(), list[Row]()
-        before, done = dict(self.start), 0
-        for step, numbers in self.expected:
-            relative = max(bound, SAFETY * self.eps) if noise else bound
-            relative *= LOOSE if step == self.scaled else 1
-            # zero but for rounding, such as the gradient of a bias before a softmax
-            gradients = [t for key, t in numbers.items() if key.startswith("gradient ")]
-            zero = self.eps * max(map(largest, gradients), default=0.0)
-            rounding = of_modules({key: noise.get((key, step), 0.0) for key in numbers})
-            sizes = of_modules({key: largest(t) for key, t in numbers.items()})
-            for key, t in numbers.items():
-                what, _, name = key.partition(" ")
-                most = max(relative * sizes[key], NOISE * rounding[key])
-                if what == "gradient":
-                    most += zero
-                elif what == "buffer" and t is not None and not t.is_floating_point():
-                    most = 0.0
-                elif what == "update" and t is not None:
-                    of_each = 2 * (step - done) * torch.finfo(t.dtype).eps * largest(t)
-                    most = bound * largest(t - before[name]) + of_each
-                    before[name] = t
-                bounds[key, step] = most
-            done = step if any(key.startswith("update ") for key in numbers) else done
-        for (key, step), difference in far.items():
-            most, (what, _, name) = bounds[key, step], key.partition(" ")
+    rows, before = list[Row](), dict(start)
+    bound = fine_bound(eps)
+    scaled = max(step for numbers in expected for what, _, step in numbers if what == "loss")
+    for numbers in expected:
+        sizes = of_modules({key: largest(t) for key, t in numbers.items()})
+        rounding = of_modules({key: noise.get(key, 0.0) for key in numbers})
+        # zero but for rounding, such as the gradient of a bias before a softmax
+        zero = eps * max((size for key, size in sizes.items() if key[0] == "gradient"), default=0.0)
+        for key, t in numbers.items():
+            what, name, step = key
+            relative = coarse_bound(eps) if noise else bound
+            relative *= LOOSE if step == scaled else 1
+            most = max(relative * sizes[key], NOISE * rounding[key]) + zero * (what == "gradient")
+            if what == "update" and t is not None:
+                rounded = 2 * step * torch.finfo(t.dtype).eps * largest(t)
+                most = bound * largest(t - before[name]) + rounded
+                before[name] = t
+            elif what == "buffer" and t is not None and not t.is_floating_point():
+                most = 0.0
+            difference = far.get(key, 0.0)
             ratio = difference / most if most else math.inf if difference else 0.0
-            rows.append(Row(what, name, step, difference, ratio))
-        return sorted(rows, key=lambda row: KINDS.index(row.what))
+            rows.append(Row(*key, difference, ratio))
+    return sorted(rows, key=lambda row: KINDS.index(row.what))
 
 
-def of_modules(sizes: Mapping[str, float]) -> dict[str, float]:
+def fine_bound(eps: float) -> float:
+    return TERMS * min(eps, torch.finfo(torch.float32).eps)
+
+
+def coarse_bound(eps: float) -> float:
+    return max(fine_bound(eps), SAFETY * eps)
+
+
+def of_modules(sizes: Mapping[Key, float]) -> dict[Key, float]:
     """Return for each number the largest of its kind in the same module."""
-    most: dict[str, float] = {}
-    for key, size in sizes.items():
-        module = key.rpartition(".")[0] or key.partition(" ")[0]
-        most[module] = max(size, most.get(module, 0.0))
-    return {key: most[key.rpartition(".")[0] or key.partition(" ")[0]] for key in sizes}
+    most: dict[tuple[str, str], float] = defaultdict(float)
+    for (what, name, _), size in sizes.items():
+        module = what, name.rpartition(".")[0]
+        most[module] = max(size, most[module])
+    return {key: most[key[0], key[1].rpartition(".")[0]] for key in sizes}
 
 
 def largest(t: Tensor | None) -> float:
@@ -111,9 +104,6 @@ def distance(a: Tensor | None, b: Tensor | None) -> float:
     if math.isfinite(far):
         return far
     return largest((a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0))
-
-
-# ── weights that are zero, or changed by their rounding ──
 
 
 def without_zeros(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

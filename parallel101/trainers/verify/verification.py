@@ -8,10 +8,8 @@ in the first, and 2, 4, 8, 16, …   is the loss a mean over samples?           
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,7 +24,7 @@ from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses, check_shares
 from parallel101.trainers.memory import readable
 from parallel101.trainers.options import LossFn, Options, Trainer
-from parallel101.trainers.verify.compare import Comparison
+from parallel101.trainers.verify.compare import compare
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import problem_of_loss
 from parallel101.trainers.verify.one_process import WholeModel
@@ -39,7 +37,7 @@ STEPS = 3  # that verify=True compares
 
 
 class Verification:
-    """A trainer's comparison with one process.
+    """A trainer's comparison with one process. Its methods are given the trainer.
 
     Args:
         trainer: that is being built; its model is not cut yet.
@@ -47,10 +45,10 @@ class Verification:
         build: HybridTrainer, for the trainer of one process.
 
     Attributes:
-        due: whether the comparison is still to be made.
+        steps: how many are compared; 0: none.
+        due: whether the comparison before the first step is still to be made.
         whole: the model before it was cut, on the first rank.
-        steps: how many are compared.
-        checks: whether the step that is being taken has the later checks.
+        losses: of a step that has the later checks.
     """
 
     def __init__(
@@ -61,85 +59,74 @@ class Verification:
         options: Options,
         build: Callable[..., Trainer],
     ):
-        self.of_trainer = weakref.ref(trainer)  # otherwise only the garbage collector would free it
-        self.loss_fn, self.asked = loss_fn, bool(options.verify)
-        self.steps = STEPS if options.verify is True else options.verify
-        self.whole: WholeModel | None = None
-        self.due = self.checks = False
-        self.losses: Losses | None = None  # of a step whose loss is checked
-        self.comparable = self.asked and trainer.device.type != "meta"
+        self.steps = STEPS if options.verify is True else int(options.verify)
         self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
+        self.comparable = self.steps > 0 and trainer.device.type != "meta"
+        self.whole: WholeModel | None = None
         if self.comparable and trainer.position == 0 and not self.is_keras:
             self.whole = WholeModel(model, loss_fn, options, build)
+        self.due = self.checks = False
+        self.losses: Losses | None = None
 
-    @property
-    def trainer(self) -> Trainer:
-        return self.of_trainer()
-
-    def note_cut(self) -> None:
+    def note_cut(self, trainer: Trainer) -> None:
         """Note that the trainer is built and its model cut."""
-        trainer, microbatches = self.trainer, self.trainer.runner.microbatches
         if self.whole is not None:
             self.whole.note_cut()
-        parts = len(trainer.axes.members.ranks) > 1 or microbatches > 1
-        self.due = self.comparable and parts
-        # whether samples of a batch are apart in a step
-        self.cuts_samples = self.comparable and trainer.axes.size(SAMPLES) * microbatches > 1
+        self.due = self.comparable and (
+            len(trainer.agree.ranks) > 1 or trainer.runner.microbatches > 1
+        )
 
     # ── in a step ──
 
-    def before_step(self, inputs: Batch, targets: Batch) -> None:
+    def before_step(self, trainer: Trainer, inputs: Batch, targets: Batch) -> None:
         """Compare with one process, once. Raises NotEqualError."""
-        first, step = self.due, self.trainer.steps + 1
+        first, step = self.due, trainer.steps + 1
         if first:
             with unrecorded():
-                why, room = self.room()
-                report = Report(reason=why) if why else self.compare(inputs, targets, room)
-            if report.reason and not why:
-                return  # the step itself will say it
-            note = str(report) if why else report.note
-            if note and self.trainer.position == 0:
+                note, room = self.room(trainer)
+                if not note:
+                    report = compare(trainer, self.whole, (inputs, targets), self.steps, room)
+                    if report.reason:
+                        return  # the step itself will say it
+                    note = report.note
+            if note and trainer.position == 0:
                 print(note, flush=True)
             self.settle()
         self.checks = self.comparable and (first or step & (step - 1) == 0)
 
-    def watch(self, losses: Losses) -> None:
+    def watch(self, trainer: Trainer, losses: Losses) -> None:
         """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
-        if self.checks and self.cuts_samples:
-            losses.keep = self.trainer.steps.bit_length() % self.trainer.runner.microbatches
+        microbatches = trainer.runner.microbatches
+        if self.checks and trainer.axes.size(SAMPLES) * microbatches > 1:  # samples are apart
+            losses.keep = trainer.steps.bit_length() % microbatches
             self.losses = losses
 
-    def after_gradients(self) -> None:
+    def after_gradients(self, trainer: Trainer) -> None:
         """Check before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
         if self.checks:
             with unrecorded():
-                self.check_loss()
-                compare_copies(self.trainer)
+                self.check_loss(trainer)
+                compare_copies(trainer)
         self.checks = False
 
-    def check_loss(self) -> None:
+    def check_loss(self, trainer: Trainer) -> None:
         """Raise NotEqualError, on every rank, if the loss of the kept outputs is no mean on one."""
-        trainer, words = self.trainer, ""
-        kept, self.losses = None if self.losses is None else self.losses.kept, None
-        if kept is not None:
-            snapshot = self.loss_snapshot()
+        kept, words = self.losses and self.losses.kept, ""
+        self.losses = None
+        if kept:
+            snapshot = Snapshot(trainer.loss_fn, skip=(trainer, trainer.model))
             eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
             with deterministic(trainer):
                 words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
             snapshot.restore()
-        if any(trainer.agree.numbers(bool(words))[0]):
-            words = next(filter(None, trainer.agree.objects(words)))
+        if words := next(filter(None, trainer.agree.objects(words)), ""):
             raise NotEqualError(Report(cause=words))
-
-    def loss_snapshot(self) -> Snapshot:
-        """Return a Snapshot of everything that a call of loss_fn can change."""
-        return Snapshot(self.loss_fn, skip=(self.trainer.model, self))
 
     # ── the comparison ──
 
-    def verify(self, inputs: Batch, targets: Batch) -> Report:
+    def verify(self, trainer: Trainer, inputs: Batch, targets: Batch) -> Report:
         """Compare this layout with one process: see `HybridTrainer.verify`."""
-        if not self.asked:
+        if not self.steps:
             raise ValueError(
                 "this trainer was built with verify=False and keeps no copy of the whole model: "
                 "build it with verify=True"
@@ -147,27 +134,10 @@ class Verification:
         if self.is_keras:
             return Report(reason=OF_KERAS)
         with unrecorded():
-            check_shares(self.trainer, inputs, targets)
-            report = self.compare(inputs, targets)
+            check_shares(trainer, inputs, targets)
+            report = compare(trainer, self.whole, (inputs, targets), self.steps)
         if report.equal:
             self.settle()
-        return report
-
-    def compare(self, inputs: Batch, targets: Batch, room: float = math.inf) -> Report:
-        """Run the whole comparison once, and put everything back. Collective.
-
-        Args:
-            room: for activations on the first rank, in bytes.
-        """
-        trainer = self.trainer
-        snapshot = Snapshot(trainer, self.loss_fn, self.whole, skip=(self,))
-        try:
-            report = Comparison(self, (inputs, targets), snapshot, room).run()
-        finally:
-            snapshot.restore()
-        trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
-        if report.cause or report.wrong:
-            raise NotEqualError(report)
         return report
 
     def settle(self) -> None:
@@ -175,15 +145,18 @@ class Verification:
         self.due = False
         if self.whole is not None:
             self.whole.free()
-        return_freed_memory()
+        if sys.platform == "linux":
+            # glibc keeps freed blocks of a few MB for later ones: ten times the weights, on the
+            # first rank, which training never needs again
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
-    def room(self) -> tuple[str, float]:
+    def room(self, trainer: Trainer) -> tuple[str, float]:
         """Return why there is no comparison, such as too little memory, the same on every rank; or
         "" and the number of bytes for activations on the first rank.
         """
-        trainer = self.trainer
         if self.is_keras:
-            return OF_KERAS, 0.0
+            return f"not verified: {OF_KERAS}", 0.0
         nbytes = {
             name: entry.shape.numel() * entry.dtype.itemsize
             for name, entry in trainer.layout.entries.items()
@@ -197,7 +170,7 @@ class Verification:
         if needed <= limit:
             return "", limit - needed
         return (
-            f"a comparison with one process would take {readable(needed)} on rank "
+            f"not verified: a comparison with one process would take {readable(needed)} on rank "
             f"{trainer.agree.ranks[0]}, more than {readable(limit)}. Try the same options with "
             "fewer or narrower layers, or call trainer.verify(inputs, targets) if the memory is "
             "there"
@@ -208,17 +181,15 @@ def compare_copies(trainer: Trainer) -> None:
     """Raise ValueError, on every rank, if ranks that hold the same weights and buffers no longer
     hold the same bits. Without it each would train a model of its own, and no loss would show it.
     """
-    axes = [axis for axis in ("dp", "cp") if axis in trainer.axes.sizes]
-    trainer.agree.all_or_none(
-        "compare its copy of the model",
-        partial(
-            Agreement(trainer.axes.along(axes), trainer.device).check_same,
-            tensors_of(trainer.model),
-            f"before step {trainer.steps + 1} the copies of the model are no longer equal",
-            "something changes it on some ranks only, such as an nn.Embedding with max_norm, which "
-            "shortens the rows that a rank's own samples use, or code between the steps",
-        ),
+    copies = trainer.axes.along([axis for axis in ("dp", "cp") if axis in trainer.axes.sizes])
+    check = partial(
+        Agreement(copies, trainer.device).check_same,
+        tensors_of(trainer.model),
+        f"before step {trainer.steps + 1} the copies of the model are no longer equal",
+        "something changes it on some ranks only, such as an nn.Embedding with max_norm, which "
+        "shortens the rows that a rank's own samples use, or code between the steps",
     )
+    trainer.agree.all_or_none("compare its copy of the model", check)
 
 
 def free_bytes(device: torch.device) -> float:
@@ -230,14 +201,3 @@ def free_bytes(device: torch.device) -> float:
             line = next(line for line in lines if line.startswith("MemAvailable"))
         return 1024.0 * int(line.split()[1])
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system. (glibc only; elsewhere nothing happens.)
-
-    glibc keeps freed blocks of a few MB for later ones. After a comparison the first rank kept ten
-    times the weights, which training never needed again.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
