@@ -182,7 +182,7 @@ class HybridTrainer:
         whole = self.precision.cast_model(model)
         self.trained, self.state = list(whole), state_names(model)
         self.optimizer = build_optimizer(optimizer, whole)
-        self.verification = Verification(self, model, loss_fn, given, HybridTrainer)
+        self.verification = Verification(self, given, partial(HybridTrainer, model, loss_fn))
         over = [axis.name for axis in cutting if axis.cuts_logits]
         self.loss_fn = self.precision.wrap_loss(loss_over(axes.along(over), loss_fn))
 

@@ -553,7 +553,6 @@ NOT_ELEMENTWISE, PIECES = (
 REFUSED: dict[str, Optimizer] = {
     "LARS": Lars,
     "Muon and AdamW in one": lambda p: MuonAndAdam(p, lr=1e-2),
-    "torch's Muon": lambda p: torch.optim.Muon(p, lr=1e-2),
     "torch's Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "Shampoo": partial(Coupled, change=shampoo),
     "StableAdamW": partial(Coupled, change=stable),
@@ -576,6 +575,12 @@ ELEMENTWISE: dict[str, Optimizer] = {
     "with a scheduler": lambda p: torch.optim.lr_scheduler.StepLR(adamw(p), 2).optimizer,
 }
 OPTIMIZERS = {
+    "torch's Muon": Program(
+        "One process can compute this batch, and here ValueError was raised: Muon only",
+        ("ZeRO-1", "ZeRO-3"),
+        matrices,
+        optimizer=lambda p: torch.optim.Muon(p, lr=1e-2),
+    ),
     "decay of matrices": Program(
         NOT_ELEMENTWISE, ZERO, chain, optimizer=partial(Coupled, change=decay_matrices)
     ),
@@ -657,9 +662,7 @@ STATISTICS = {
         ("alone", "accumulated", "pp"),
         lambda: chain(Counts()),
     ),
-    "spectral norm, twice in a step": Program(
-        "change from one forward to the next", ("alone", "accumulated", "pp"), spectral
-    ),
+    "spectral norm, twice in a step": Program(DIFFERS, ("alone", "accumulated", "pp"), spectral),
     "spectral norm": Program("", SHARES, spectral),
 }
 
@@ -764,7 +767,7 @@ HIDDEN = {
     "large gradients are clamped": Program(DIFFERS, (*SHARES, "accumulated"), CLAMP),
     "a hook that remembers": Program("differs by", ("dp", "ZeRO-3", "tp"), remembering),
     "a state in an attribute": Program(
-        "change from one forward", ("accumulated", "alone", "pp"), lambda: chain(Carried())
+        DIFFERS, ("accumulated", "alone", "pp"), lambda: chain(Carried())
     ),
     "ActNorm": Program("", ("tp",), lambda: chain(ActNorm())),
     "ActNorm, of shares": Program(DIFFERS, SHARES, lambda: chain(ActNorm())),
@@ -1082,8 +1085,8 @@ def test_what_changes_later_is_found_in_as_many_steps():
     assert found == [[True, False]] * 2
 
 
-def test_a_hook_that_reads_a_cut_weight_is_refused_with_its_line():
-    def train() -> str:
+def test_a_hook_that_reads_a_cut_weight_is_refused():
+    def train() -> None:
         model = chain()
         model.average = torch.zeros(8, 6, dtype=torch.float64)
         trainer = p101.TensorParallelTrainer(model, F.mse_loss, adamw, plan=PLAN)
@@ -1092,12 +1095,10 @@ def test_a_hook_that_reads_a_cut_weight_is_refused_with_its_line():
             model.average.lerp_(module.weight.detach(), 0.1)
 
         model[0].register_forward_hook(average)
-        with pytest.raises(p101.NotEqualError, match="a moving average") as refused:
+        with pytest.raises(p101.NotEqualError, match="a moving average"):
             trainer.step(*ROWS)
-        return str(refused.value)
 
-    (words,) = set(p101.launch(train, world_size=2, backend="sim").results)
-    assert "of test_verify_catalogue.py: `model.average.lerp_(module.weight.detach()" in words
+    p101.launch(train, world_size=2, backend="sim")
 
 
 def test_a_model_that_returns_something_else_in_evaluation_is_trained(capfd):

@@ -19,12 +19,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,26 +36,37 @@ from parallel101.trainers.memory import readable
 from parallel101.trainers.options import Trainer
 from parallel101.trainers.step import clip, compute_gradients, gradient_norm
 from parallel101.trainers.training_loop import evaluate_share, evaluation_mode
-from parallel101.trainers.verify import halves
 from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.halves import problem_of_loss, problem_of_model
 from parallel101.trainers.verify.one_process import WholeModel
-from parallel101.trainers.verify.report import HINTS, NOT_ELEMENTWISE, NotEqualError, Report, Row
-from parallel101.trainers.verify.snapshot import LIBRARIES, Snapshot
+from parallel101.trainers.verify.report import (
+    HINTS,
+    KINDS,
+    NOT_ELEMENTWISE,
+    NotEqualError,
+    Report,
+    Row,
+)
+from parallel101.trainers.verify.snapshot import Snapshot
 from parallel101.trainers.verify.tolerance import (
     Key,
     Numbers,
-    coarse_bound,
+    bounds,
     distance,
     jittered,
-    judge,
     largest,
+    of_modules,
     without_zeros,
 )
 
+NOISE = 16  # how much larger a difference may be than rounding that is measured
+# How much more of the scaled step may be rounding. It is for what clamps large gradients, which
+# differs grossly, and the gradient of a matrix exponential gets less exact than its size says.
+LOOSE = 100
 # steps of the optimizer alone: by how much gradients grow before each
 MORE = (*(-1.1,) * 5, 100.0, -0.01, *(-1.1,) * 6)
 LEAST_LR = 1e-3
-LARGE = 1000.0  # about the largest gradient of the scaled loss
+SCALE = 2.0**10  # of the last loss
 Share = tuple[Batch, Batch]
 # of torch's errors and Python's unpacking: sizes don't fit
 SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
@@ -122,13 +131,11 @@ def compared(
             raise
         return Report(cause=f"{words} In parts: {error}")
     except (RuntimeError, ValueError) as error:  # on each rank that raises it
-        tp = trainer.axes.sizes.get("tp", 1)
-        if tp == 1 or not SHAPES.search(str(error)):
+        if not SHAPES.search(str(error)):
             raise
         words = (
-            f"One process can compute this batch, and with the layers cut over {tp} ranks "
-            f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. "
-            f"{place_of(error)}{HINTS['tp']}"
+            f"One process can compute this batch, and here {type(error).__name__} was raised: "
+            f"{str(error).splitlines()[0]}. {hint(trainer)}"
         )
         raise NotEqualError(Report(cause=words)) from error
     of_ranks = agree.objects([(*key, difference) for key, difference in far.items()])
@@ -205,7 +212,6 @@ class OneProcess:
             "few": few,
             "draws": True,  # random numbers, other than in nn.Dropout
             "evaluates": True,
-            "scale": None,  # of the last loss
             "more": bool(trainer.layout.cut_axes),
         }
         try:
@@ -225,36 +231,56 @@ class OneProcess:
         far: dict[Key, float] = {}
         for *key, difference in itertools.chain(*of_ranks):
             far[tuple(key)] = max(difference, far.get(tuple(key), 0.0))
-        rows = judge(self.expected, self.start, far, self.eps)
+        rows = self.judge(far, {})
         if any(row.ratio > 1 and row.what != "update" for row in rows):
             change = partial(jittered, eps=self.eps)
             with self.running(change) as alone:
                 steps = training(alone, change(self.shares), self.plan)
                 noise = differences(alone, steps, map(change, self.expected))
-            rows = judge(self.expected, self.start, far, self.eps, noise)
+            rows = self.judge(far, noise)
         wrong = {row.what for row in rows if row.ratio > 1}
         if wrong and wrong != {"update"}:
-            return rows, self.explain() or next(self.hints(), "")
+            return rows, self.explain() or hint(self.trainer)
         return rows, NOT_ELEMENTWISE if wrong else ""
 
-    def hints(self) -> Iterator[str]:
-        sizes = self.trainer.axes.sizes
-        return (HINTS[axis] for axis, size in sizes.items() if size > 1 and axis in HINTS)
+    def judge(self, far: Mapping[Key, float], noise: Mapping[Key, float]) -> list[Row]:
+        """Return each difference beside its bound. `noise`: measured, or empty."""
+        rows, before, (fine, coarse) = list[Row](), dict(self.start), bounds(self.eps)
+        for numbers in self.expected:
+            sizes = of_modules({key: largest(t) for key, t in numbers.items()})
+            rounding = of_modules({key: noise.get(key, 0.0) for key in numbers})
+            # zero but for rounding, such as the gradient of a bias before a softmax
+            gradients = (size for key, size in sizes.items() if key[0] == "gradient")
+            zero = self.eps * max(gradients, default=0.0)
+            for key, t in numbers.items():
+                what, name, step = key
+                loose = LOOSE if step == self.plan["steps"] else 1
+                relative = loose * (coarse if noise else fine)
+                most = max(relative * sizes[key], NOISE * rounding[key])
+                if what == "gradient":
+                    most += zero
+                elif what == "update" and t is not None:
+                    rounded = 2 * step * torch.finfo(t.dtype).eps * largest(t)
+                    most = fine * largest(t - before[name]) + rounded
+                    before[name] = t
+                elif what == "buffer" and t is not None and not t.is_floating_point():
+                    most = 0.0
+                difference = far.get(key, 0.0)
+                ratio = difference / most if most else math.inf if difference else 0.0
+                rows.append(Row(*key, difference, ratio))
+        return sorted(rows, key=lambda row: KINDS.index(row.what))
 
     def explain(self) -> str:
         """Return in words what mixes samples; "" if nothing does."""
         loss_fn, (inputs, targets) = self.trainer.loss_fn, self.shares[0]
         of_loss = Snapshot(loss_fn, skip=(self.trainer, self.trainer.model))
-        bound = coarse_bound(self.eps)
-        repeated = self.trainer.runner.microbatches > 1
-        # loss_fn may raise for some samples
-        with suppress(Exception), self.running() as alone, deterministic(alone):
+        _, bound = bounds(self.eps)
+        with self.running() as alone, deterministic(alone):
             outputs_of = partial(outputs, alone)
             whole = outputs_of(map_tensors(torch.clone, inputs))
-            return halves.problem_of_loss(
+            return problem_of_loss(
                 alone.loss_fn, whole, targets, bound, of_loss.restore
-            ) or halves.problem_of_model(outputs_of, inputs, whole, bound, repeated)
-        return ""
+            ) or problem_of_model(outputs_of, inputs, whole, bound)
 
 
 # ── of any trainer, the layout's or that of one process ──
@@ -281,7 +307,7 @@ def training(
             group["lr"] = LEAST_LR  # a warm-up may begin at 0, and every update would be right
     for step in range(1, steps + 1):
         scaled = step == steps > 1 and trainer.precision.weights != torch.float16
-        trainer.gradient_sync.scale = scale = plan["scale"] if scaled else 1.0
+        trainer.gradient_sync.scale = scale = SCALE if scaled else 1.0
         # which may be changed in place
         inputs, targets = map_tensors(
             torch.clone, shares[0] if len(shares) == 1 else (*zip(*shares),)
@@ -300,10 +326,6 @@ def training(
             if name in trainer.local and name in trainer.layout.entries:
                 numbers["buffer", name, step] = b
         yield numbers
-        if step == steps - 1 and not plan["scale"]:
-            size = max(map(largest, gradients.values()))
-            wanted = math.log2(LARGE / size) if 0 < size < math.inf else 0.0
-            plan["scale"] = 2.0 ** max(0, min(40, round(wanted)))
         clip(trainer)
         yield from updated(trainer, step)
     if plan["evaluates"]:
@@ -331,13 +353,7 @@ def updated(
         for p in owned.values():
             if p.grad is not None and factor != 1:
                 p.grad = factor * p.grad.to(p.dtype)  # of a master weight it is rounded
-        try:
-            trainer.optimizer.step()
-        except Exception:  # as Muon's, which wants matrices
-            if len(trainer.agree.ranks) == 1:
-                raise
-            for p in owned.values():
-                p.data.fill_(torch.nan)
+        trainer.optimizer.step()
     yield {("update", name, step): p.detach() for name, p in owned.items()}
     trainer.gradient_sync.publish()
 
@@ -411,16 +427,10 @@ def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
     return float(sum(n for at, n in nbytes.items() if at not in weights)), max(eps, default=0.0)
 
 
-def place_of(error: Exception) -> str:
-    """Return the line of the user's program that raised it, in words; "" if it is none's."""
-    lines = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
-    places = [line for line, module in zip(lines, modules) if module not in LIBRARIES]
-    if not places:
-        return ""
-    at = places[-1]
-    return f"It comes from line {at.lineno} of {Path(at.filename).name}: `{at.line}`. "
+def hint(trainer: Trainer) -> str:
+    """Return what is special on the layout's first axis of which something is to be said."""
+    sizes = trainer.axes.sizes.items()
+    return next((HINTS[axis] for axis, size in sizes if size > 1 and axis in HINTS), "")
 
 
 def messages_of_its_own(model: nn.Module) -> str:
@@ -428,9 +438,8 @@ def messages_of_its_own(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("parallel101.layers."):
             return (
-                f"It can't be compared: {name!r} is a {type(module).__name__} of "
-                "parallel101.layers, which sends messages to other ranks, and one process has "
-                "none. Use a loop of your own; or, if it has no weights, whose gradients the "
-                "trainer would sum again, compare it yourself and pass verify=False."
+                f"It can't be compared: {name!r}, a {type(module).__name__} of parallel101.layers, "
+                "sends messages to other ranks, and one process has none. Write the loop yourself; "
+                "or, if it has no weights, compare it yourself and pass verify=False."
             )
     return ""

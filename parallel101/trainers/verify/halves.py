@@ -26,11 +26,6 @@ NO_MEAN = (
     "of targets that count, and each is divided by the whole batch's weight. A loss that compares "
     "samples with each other can't be cut along them."
 )
-CHANGES = (
-    "The model's outputs for the same samples change from one forward to the next, as "
-    "spectral_norm's do in training, and here it has several forwards in a step. Use fewer "
-    "microbatches, or a module without such a state."
-)
 MIXES = (
     "Something in the model mixes samples: {}. It may look at statistics of the batch, or samples "
     "may not lie along dim 0 (a time-first LSTM, for example), where they are cut. BatchNorm works "
@@ -52,8 +47,7 @@ def problem_of_loss(
         bound: how much of the loss may be rounding, where loss_fn can't compute in float64.
         restore: puts back what loss_fn has changed since it was called, such as a counter.
     """
-    tensors = tensors_of(outputs)
-    samples = len(tensors[0]) if tensors and tensors[0].dim() else 0
+    samples = max((len(t) for t in tensors_of(outputs) if t.dim()), default=0)
     if loss_fn is None or samples < 2 or not per_sample(outputs, samples):
         return ""
 
@@ -97,7 +91,7 @@ def mean_loss(
 
 @torch.no_grad()
 def problem_of_model(
-    outputs_of: Callable[[Batch], Any], inputs: Batch, outputs: Any, bound: float, repeated: bool
+    outputs_of: Callable[[Batch], Any], inputs: Batch, outputs: Any, bound: float
 ) -> str:
     """Return what is wrong with cutting the model's inputs along the samples; "" if nothing is.
 
@@ -105,12 +99,9 @@ def problem_of_model(
         outputs_of: computes the model's outputs.
         outputs: of these inputs.
         bound: how much of the largest output may be rounding.
-        repeated: whether a step has several forwards.
     """
     samples = len(tensors_of(inputs)[0])
-    if repeated and differ(tensors_of(outputs_of(inputs)), tensors_of(outputs), bound):
-        return CHANGES
-    if samples < 2:
+    if samples < 2 or not per_sample(outputs, samples):
         return ""
     try:
         parts = [outputs_of(part) for part in split(inputs, two_parts(samples)[0])]
@@ -118,7 +109,7 @@ def problem_of_model(
         how = f"it can't compute some of them alone ({type(error).__name__}: {error})"
         return MIXES.format(how)
     joined = [torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))]
-    if not per_sample(outputs, samples) or not differ(joined, tensors_of(outputs), bound):
+    if not differ(joined, tensors_of(outputs), bound):
         return ""
     return MIXES.format("its outputs for some of them change if they come without the others")
 
@@ -130,19 +121,14 @@ def two_parts(samples: int) -> list[list[int]]:
     The first keeps pairs, and groups of 4, 8, …, together; a second one keeps groups of 3.
     """
     unit = samples & -samples  # the largest power of two that divides it
-    while 2 * unit > samples:
-        unit //= 2
-    small = max(unit, samples // 3 // unit * unit)
-    ways = [[samples - small, small]]
-    if samples % 3 == 0:
-        ways.append([samples - samples // 3, samples // 3])
-    return ways
+    unit //= 2 if unit == samples else 1
+    small = [max(unit, samples // 3 // unit * unit)] + [samples // 3] * (samples % 3 == 0)
+    return [[samples - size, size] for size in small]
 
 
 def per_sample(outputs: Any, samples: int) -> bool:
-    """Return whether each of these tensors has the samples along dim 0."""
-    tensors = tensors_of(outputs)
-    return bool(tensors) and all(t.dim() and len(t) == samples for t in tensors)
+    """Return whether there are tensors, each with so many samples along dim 0."""
+    return {t.shape[:1] for t in tensors_of(outputs)} == {(samples,)}
 
 
 def far(a: float, b: float, bound: float) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.options import LossFn, Options, Trainer
+from parallel101.trainers.options import Options, Trainer
 
 TENSORS, HOOKS = ("_parameters", "_buffers", "_modules"), "_hooks"
 SHARED = ("clip_norm", "autocast", "precision", "gradient_dtype")  # options of both sides
@@ -27,20 +27,13 @@ class WholeModel:
 
     Args:
         model: on the first rank.
-        loss_fn: as the user gave it.
         options: of the layout.
-        build: HybridTrainer.
+        build: HybridTrainer, of this model and its loss_fn.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        options: Options,
-        build: Callable[..., Trainer],
-    ):
+    def __init__(self, model: nn.Module, options: Options, build: Callable[..., Trainer]):
         shared = {name: getattr(options, name) for name in SHARED}
-        self.model, self.build = model, partial(build, model, loss_fn, verify=False, **shared)
+        self.model, self.build = model, partial(build, verify=False, **shared)
         self.noted = {module: noted(module) for module in model.modules()}
         self.parameters = dict(model.named_parameters())
         kept = {id(t) for t in model.state_dict(keep_vars=True).values()}

@@ -94,13 +94,13 @@ class NotEqualError(ValueError):
         self.report = report
 
     def __str__(self) -> str:
-        what, wrong = "", self.report.wrong
-        if wrong:
-            first = wrong[0]
+        what = ""
+        for first in self.report.wrong[:1]:
+            name = f" of {first.name!r}" * bool(first.name)
+            others = len(self.report.wrong) - 1
             what = (
-                f": the {first.what}{f' of {first.name!r}' if first.name else ''} differs by "
-                f"{first.difference:.2g} in step {first.step}"
-                f"{f', and {len(wrong) - 1} other comparisons fail' if len(wrong) > 1 else ''}"
+                f": the {first.what}{name} differs by {first.difference:.2g} in step {first.step}"
+                f"{f', and {others} other comparisons fail' * (others > 0)}"
             )
         return (
             f"this layout does not compute what one process does{what}.\n{self.report.cause}\n"
@@ -110,11 +110,10 @@ class NotEqualError(ValueError):
 
 
 NOT_ELEMENTWISE = (
-    "From equal gradients the optimizer makes other weights: it does not update each element on "
-    "its own, but looks at whole matrices or their norms, of which a rank has pieces, or it draws "
-    "random numbers. Use SGD, Adam, AdamW or another elementwise optimizer, or "
-    "DataParallelTrainer, where each rank has whole matrices. Or the model's forward changes "
-    "weights, as that of an nn.Embedding with max_norm."
+    "From equal gradients the optimizer makes other weights: it looks at whole matrices or their "
+    "norms, of which a rank has pieces, or draws random numbers. Use SGD, Adam, AdamW or another "
+    "elementwise one, or DataParallelTrainer, where each rank has whole matrices. Or the model's "
+    "forward changes weights, as that of an nn.Embedding with max_norm."
 )
 OF_KERAS = (
     "a Keras model has weights and layers of its own besides torch's. parallel101.keras compares "
@@ -125,18 +124,16 @@ HINTS = {
         "Along cp a rank has some positions of each sequence. Code that looks at other positions "
         "must call torch's scaled_dot_product_attention itself (the calls of "
         "nn.MultiheadAttention aren't seen). What counts positions (an embedding, a router's "
-        "balance or capacity) must not count those of one rank alone: the model's forward must "
-        "take `positions`, (batch, time) whole numbers. A loss must be a mean over all positions; "
-        "if some don't count, return (sum of losses, their number)."
+        "balance or capacity) must take `positions`, (batch, time) whole numbers: the model's "
+        "forward must take `positions`. A loss must be a mean over all positions, or (sum, weight)."
     ),
     "tp": (
         "Along tp a rank has some features between a column and a row layer: code there must act "
-        "on each feature (or head) alone. Where it counts those of the whole model, write -1, or "
-        'give the plan the attribute that counts heads: p101.column(heads="num_heads"). With '
-        "sequence_parallel, every module between the cut layers must act on each position alone. "
-        "Leave the layers out of the plan, or make them 'column_gather'. Hooks on a weight that is "
-        "cut are lost, and what reads it (loss_fn, a module's hook, a moving average) sees only a "
-        "part of it: use trainer.state_dict() between the steps."
+        "on each feature (or head) alone, write -1 where it counts them, or be given "
+        'p101.column(heads="num_heads"). With sequence_parallel, every module between the cut '
+        "layers must act on each position alone. Else leave the layers out of the plan, or make "
+        "them 'column_gather'. What reads a weight that is cut (loss_fn, a hook, a moving average) "
+        "sees only a part of it: use trainer.state_dict() between the steps."
     ),
     "pp": (
         "Along pp a rank calls some modules of .sequence(), and not the model's forward: look for "

@@ -9,70 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel101.trainers.batches import map_tensors
-from parallel101.trainers.verify.report import KINDS, Row
 
-TERMS, SAFETY, NOISE = 1000, 4, 16
-# How much more of the scaled step may be rounding. It is for what clamps large gradients, which
-# differs grossly, and the gradient of a matrix exponential gets less exact than its size says.
-LOOSE = 100
+TERMS, SAFETY = 1000, 4
 Key = tuple[str, str, int]  # what (loss, norm, gradient, …), of which tensor, in which step
 Numbers = Mapping[Key, Tensor | None]
 
 
-def judge(
-    expected: Sequence[Numbers],
-    start: Mapping[str, Tensor],
-    far: Mapping[Key, float],
-    eps: float,
-    noise: Mapping[Key, float] = {},
-) -> list[Row]:
-    """Return each difference beside its bound.
-
-    Args:
-        expected: of one process.
-        start: weights before the first step, by name.
-        far: the differences.
-        eps: the coarsest rounding of the layout.
-        noise: measured.
-    """
-    rows, before = list[Row](), dict(start)
-    bound = fine_bound(eps)
-    scaled = max(step for numbers in expected for what, _, step in numbers if what == "loss")
-    for numbers in expected:
-        sizes = of_modules({key: largest(t) for key, t in numbers.items()})
-        rounding = of_modules({key: noise.get(key, 0.0) for key in numbers})
-        # zero but for rounding, such as the gradient of a bias before a softmax
-        zero = eps * max((size for key, size in sizes.items() if key[0] == "gradient"), default=0.0)
-        for key, t in numbers.items():
-            what, name, step = key
-            relative = coarse_bound(eps) if noise else bound
-            relative *= LOOSE if step == scaled else 1
-            most = max(relative * sizes[key], NOISE * rounding[key]) + zero * (what == "gradient")
-            if what == "update" and t is not None:
-                rounded = 2 * step * torch.finfo(t.dtype).eps * largest(t)
-                most = bound * largest(t - before[name]) + rounded
-                before[name] = t
-            elif what == "buffer" and t is not None and not t.is_floating_point():
-                most = 0.0
-            difference = far.get(key, 0.0)
-            ratio = difference / most if most else math.inf if difference else 0.0
-            rows.append(Row(*key, difference, ratio))
-    return sorted(rows, key=lambda row: KINDS.index(row.what))
-
-
-def fine_bound(eps: float) -> float:
-    return TERMS * min(eps, torch.finfo(torch.float32).eps)
-
-
-def coarse_bound(eps: float) -> float:
-    return max(fine_bound(eps), SAFETY * eps)
+def bounds(eps: float) -> tuple[float, float]:
+    """Return how large relative differences may be, in the gradients' sums and in one number."""
+    fine = TERMS * min(eps, torch.finfo(torch.float32).eps)
+    return fine, max(fine, SAFETY * eps)
 
 
 def of_modules(sizes: Mapping[Key, float]) -> dict[Key, float]:

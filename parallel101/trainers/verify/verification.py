@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-from torch import nn
 
 from parallel101.spans import unrecorded
 from parallel101.trainers.agreement import Agreement, tensors_of
@@ -23,7 +22,7 @@ from parallel101.trainers.batches import Batch
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses, check_shares
 from parallel101.trainers.memory import readable
-from parallel101.trainers.options import LossFn, Options, Trainer
+from parallel101.trainers.options import Options, Trainer
 from parallel101.trainers.verify.compare import compare
 from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import problem_of_loss
@@ -41,8 +40,8 @@ class Verification:
 
     Args:
         trainer: that is being built; its model is not cut yet.
-        model, loss_fn, options: as the user gave them.
-        build: HybridTrainer, for the trainer of one process.
+        options: as the user gave them.
+        build: HybridTrainer, of this model and its loss_fn, for the trainer of one process.
 
     Attributes:
         steps: how many are compared; 0: none.
@@ -51,20 +50,14 @@ class Verification:
         losses: of a step that has the later checks.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        options: Options,
-        build: Callable[..., Trainer],
-    ):
+    def __init__(self, trainer: Trainer, options: Options, build: Callable[..., Trainer]):
+        model = trainer.model
         self.steps = STEPS if options.verify is True else int(options.verify)
         self.is_keras = any(cls.__module__.startswith("keras.") for cls in type(model).__mro__)
         self.comparable = self.steps > 0 and trainer.device.type != "meta"
         self.whole: WholeModel | None = None
         if self.comparable and trainer.position == 0 and not self.is_keras:
-            self.whole = WholeModel(model, loss_fn, options, build)
+            self.whole = WholeModel(model, options, build)
         self.due = self.checks = False
         self.losses: Losses | None = None
 
@@ -72,9 +65,8 @@ class Verification:
         """Note that the trainer is built and its model cut."""
         if self.whole is not None:
             self.whole.note_cut()
-        self.due = self.comparable and (
-            len(trainer.agree.ranks) > 1 or trainer.runner.microbatches > 1
-        )
+        parts = len(trainer.agree.ranks) * trainer.runner.microbatches
+        self.due = self.comparable and parts > 1
 
     # ── in a step ──
 
@@ -157,10 +149,8 @@ class Verification:
         """
         if self.is_keras:
             return f"not verified: {OF_KERAS}", 0.0
-        nbytes = {
-            name: entry.shape.numel() * entry.dtype.itemsize
-            for name, entry in trainer.layout.entries.items()
-        }
+        entries = trainer.layout.entries.items()
+        nbytes = {name: t.shape.numel() * t.dtype.itemsize for name, t in entries}
         trained = sum(nbytes[name] for name in trainer.trained)
         # A snapshot, whole weights, and copies of them; gradients and weights after each step;
         # weights after the optimizer's own; Adam's state.
