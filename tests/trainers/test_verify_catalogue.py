@@ -314,7 +314,11 @@ def output_hook() -> nn.Sequential:
 def average(trainer: Any) -> None:
     """Keep a moving average of a weight."""
     mean = torch.zeros(8, 6, dtype=torch.float64)
-    trainer.model[0].register_forward_hook(lambda layer, *_: mean.lerp_(layer.weight.detach(), 0.1))
+
+    def hook(layer: nn.Module, *_: object) -> None:
+        mean.lerp_(layer.weight.detach(), 0.1)
+
+    trainer.model[0].register_forward_hook(hook)
 
 
 def torchs_encoder() -> nn.Module:  # whose dropout is 0.1
