@@ -408,19 +408,18 @@ def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
     """Return the bytes that one sample's forward keeps for backward, and their coarsest rounding: a
     model may use autocast itself. Both are 0 if it can't run alone.
     """
-    kept = list[Tensor]()
+    nbytes, eps = dict[int, int](), [0.0]
 
-    def pack(t: Tensor) -> Tensor:
-        kept.append(t)
+    def pack(t: Tensor) -> Tensor:  # which isn't kept: nobody would free its graph
+        nbytes[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        eps.append(torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0)
         return t
 
     sample = cast(map_tensors(lambda t: t[:1].clone(), inputs), trainer.precision.weights)
     with suppress(Exception), saved_tensors_hooks(pack, lambda t: t):
         call(trainer.model, sample)
     weights = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
-    nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
-    eps = [torch.finfo(t.dtype).eps for t in kept if t.is_floating_point()]
-    return float(sum(n for at, n in nbytes.items() if at not in weights)), max(eps, default=0.0)
+    return float(sum(n for at, n in nbytes.items() if at not in weights)), max(eps)
 
 
 def hint(trainer: Trainer) -> str:
