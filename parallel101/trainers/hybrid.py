@@ -245,9 +245,9 @@ class HybridTrainer:
         the weights after the optimizer's step from equal gradients; the third scales the loss, and
         evaluation is compared after it. If ranks update parts of tensors, the optimizer takes 13
         more steps from known gradients, since some couple elements only after a warm-up, now and
-        then, or if gradients jump. The first rank computes all samples as one process does; the others wait. Random
-        numbers of torch are replaced by the middle of their distribution meanwhile, learning rates
-        of zero by one above zero, and weights of zero by small ones.
+        then, or if gradients jump. The first rank computes all samples as one process does; the
+        others wait. Random numbers of torch are replaced by the middle of their distribution
+        meanwhile, learning rates of zero by one above zero, and weights of zero by small ones.
         Afterwards everything is put back that can be: weights, optimizer, buffers, hooks, what
         modules, optimizer, loss_fn and the objects they refer to hold in attributes, closures and
         globals, and random numbers. Printing and other input and output isn't undone, nor are a
