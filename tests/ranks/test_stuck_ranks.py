@@ -92,7 +92,7 @@ def test_the_report_names_the_line_of_the_rank_that_does_not_come_and_the_run_go
         assert re.search(rf"{who} in all_reduce for {whom}, at .*all_reduce\(x\)", told)
         assert f"rank 1 is at {line_of(wait_for, 'open(fifo)')}: open(fifo).close()" in told
         assert f"line {line_of(total, 'wait_for(fifo').rpartition(':')[2]}, in total" in told
-        assert "it is blocked." in told
+        assert "of a core: it " in told  # what it does depends on its start, on a busy machine
     assert "worker.py" not in shown.getvalue(), "a stack has the program's frames only"
 
 
@@ -116,13 +116,17 @@ def test_a_rank_that_a_signal_has_stopped_is_named(tmp_path, monkeypatch):
     assert f"{STOPPED}{pid.read_text()}\n  {line}" in shown.getvalue()
 
 
-# First rank 1 does not come to a collective. Later nobody waits in one, and rank 0 returns first.
+# Rank 0 is stopped, then rank 1, which then does not come to a collective. Later nobody waits in
+# one, and rank 0 returns first.
 SCRIPT = """
     import os, signal, sys, torch, torch.distributed as dist
 
     dist.init_process_group("gloo")
     dist.barrier()
-    if (rank := dist.get_rank()) == 1:
+    if (rank := dist.get_rank()) == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         open("fifo").close()
     dist.all_reduce(torch.ones(2))
@@ -137,9 +141,10 @@ def test_in_a_job(fifo, tmp_path):
         os.mkfifo(tmp_path / f"fifo {rank}")
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     job = Job(tmp_path, ["run", "--record", "kept", "--stuck-after", "0.3", "train.py"])
-    blocked = 'rank 1 is at train.py:8: open("fifo").close()'
+    blocked = 'rank 1 is at train.py:11: open("fifo").close()'
     ask_rank_1 = lambda: job.signal(signal.SIGUSR1, 1)  # noqa: E731
     text = job.react(
+        (STOPPED.replace("rank 1", "rank 0"), lambda: job.signal(signal.SIGCONT, 0)),
         (STOPPED, lambda: job.signal(signal.SIGCONT, 1)),
         (blocked, ask_rank_1),
         (ASKED, lambda: release(fifo)),
@@ -149,7 +154,7 @@ def test_in_a_job(fifo, tmp_path):
         ("rank 0 has returned", job.interrupt),
     )
     assert job.exitcodes[1] != 0
-    waits = "rank 0 waits in all_reduce for rank 1, at train.py:9: dist.all_reduce"
+    waits = "rank 0 waits in all_reduce for rank 1, at train.py:12: dist.all_reduce"
     assert waits in report(text, STOPPED)
     # a report that came before did not know where rank 1 was
     for told in (
@@ -159,11 +164,11 @@ def test_in_a_job(fifo, tmp_path):
         assert waits in told and blocked in told
     told = report(text[text.rindex(ASKED) :], ASKED)
     # on one line, if both had the same stack when they were asked
-    alone = [f"rank {rank} is at train.py:11: open(" for rank in (0, 1)]
-    assert "ranks 0 and 1 are at train.py:11: open(" in told or all(one in told for one in alone)
+    alone = [f"rank {rank} is at train.py:14: open(" for rank in (0, 1)]
+    assert "ranks 0 and 1 are at train.py:14: open(" in told or all(one in told for one in alone)
     told = report(text[text.rindex(STUCK) :], STUCK)
-    assert "rank 0 has returned" in told and "rank 1 is at train.py:11: open(" in told
-    assert re.search(r'KeyboardInterrupt|"train.py", line 11|interrupted at train.py:11', text)
+    assert "rank 0 has returned" in told and "rank 1 is at train.py:14: open(" in told
+    assert re.search(r'KeyboardInterrupt|"train.py", line 14|interrupted at train.py:14', text)
     kept = (tmp_path / "kept" / "reports.txt").read_text()
     assert kept.count(ASKED) == 2 and STUCK in kept
     files = ["rank-0.json.gz", "rank-1.json.gz", "reports.txt"]

@@ -4,6 +4,7 @@ errors can be caught. (What ends a job: faults.py. By torchrun itself: test_host
 
 from __future__ import annotations
 
+import os
 import socket
 import textwrap
 
@@ -109,7 +110,7 @@ def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
     store = dist.HashStore()
     monitor = MonitorThread(Monitor(1, 60.0), store)
     monitor.start()
-    _, port, _ = store.get("monitor").decode().split()
+    _, port, *_ = store.get("monitor").decode().split()
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"h" + bytes(12)):
         with socket.create_connection(("localhost", int(port))) as stranger:
             stranger.sendall(sent)
@@ -117,9 +118,10 @@ def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
                 assert stranger.recv(1) == b""
             except ConnectionResetError:
                 pass
-    wire = connect(0, store, 10.0)
+    wire, pid = connect(0, store, 10.0)
     wire.send_packed(RESULT, *pack([7], plain=True))
     kind, (results, _) = wire.receive()
     assert kind == EXIT and unpack(*results[0], plain=True) == [7]
+    assert pid == os.getpid()
     wire.sock.close()
     monitor.join()

@@ -152,7 +152,7 @@ class RunWatcher:
         return min(self.misuse_due, self.graph.next_look, self.stuck.due(now, self.graph))
 
     def _report_stopped(self, pids: Mapping[int, int]) -> None:
-        before, self.stopped = self.stopped, {r for r, pid in pids.items() if _is_stopped(pid)}
+        before, self.stopped = self.stopped, {r for r, pid in pids.items() if is_stopped(pid)}
         self.reported_stopped &= self.stopped
         new = sorted(self.stopped & before - self.reported_stopped)
         if new and any(status.blocked for status in self.graph.ranks):
@@ -180,7 +180,8 @@ class RunWatcher:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process of this host."""
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False

@@ -41,7 +41,12 @@ from parallel101.laboratory.ranks.diagnosis import ABSENT, how_it_was_lost, rank
 from parallel101.laboratory.ranks.monitor import Monitor
 from parallel101.laboratory.ranks.pickling import OWN_ERRORS, unpack
 from parallel101.laboratory.ranks.program import run_rank
-from parallel101.laboratory.ranks.run_watcher import REPORTS, write_on_stderr
+from parallel101.laboratory.ranks.run_watcher import (
+    LOOK_AT_PROCESSES_EVERY,
+    REPORTS,
+    is_stopped,
+    write_on_stderr,
+)
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.watcher import Watcher
 from parallel101.laboratory.ranks.wire import (
@@ -130,8 +135,8 @@ def join_job(
     recorder = RankRecorder(
         rank, recording=recording, payload_bytes=payload_bytes, keep_waiting=keep_waiting
     )
-    wire = connect(rank, store, timeout)
-    watcher = JobWatcher(recorder, wire, timeout, keep_record)
+    wire, monitor_pid = connect(rank, store, timeout)
+    watcher = JobWatcher(recorder, wire, timeout, keep_record, monitor_pid)
     watcher.start()
     hook, failure = sys.excepthook, None
     if not faulthandler.is_enabled():  # a rank that C code kills writes where it was
@@ -215,7 +220,8 @@ class MonitorThread(threading.Thread):
             ("", 0), family=family, dualstack_ipv6=both, backlog=len(monitor.ranks)
         )
         monitor.listen_to(self.listener, self._on_connection, None)
-        store.set("monitor", f"{own_address()} {self.listener.getsockname()[1]} {self.secret}")
+        port, process = self.listener.getsockname()[1], f"{socket.gethostname()} {os.getpid()}"
+        store.set("monitor", f"{own_address()} {port} {self.secret} {process}")
 
     def run(self) -> None:
         monitor = self.monitor
@@ -267,8 +273,8 @@ def own_address() -> str:
     return master if own.startswith(("127.", "::1")) or own == address[0] else own
 
 
-def connect(rank: int, store: dist.Store, timeout: float) -> Wire:
-    """Return this rank's connection to the job's Monitor.
+def connect(rank: int, store: dist.Store, timeout: float) -> tuple[Wire, int | None]:
+    """Return this rank's connection to the job's Monitor, and the Monitor's process if it is here.
 
     Raises LaunchTimeout if rank 0 doesn't come.
     """
@@ -276,7 +282,7 @@ def connect(rank: int, store: dist.Store, timeout: float) -> Wire:
         store.wait(["monitor"], timedelta(seconds=timeout))
     except RuntimeError:
         raise timed_out(timeout, [f"rank 0 {ABSENT}"]) from None
-    address, port, secret = store.get("monitor").decode().split()
+    address, port, secret, host, pid = store.get("monitor").decode().split()
     try:
         connection = socket.create_connection((address, int(port)), TO_CONNECT)
     except OSError as error:
@@ -289,7 +295,7 @@ def connect(rank: int, store: dist.Store, timeout: float) -> Wire:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wire = Wire(connection, plain=True)
     wire.send(HELLO, (secret, rank, socket.gethostname(), os.getpid()))
-    return wire
+    return wire, int(pid) if host == socket.gethostname() else None
 
 
 class JobWatcher(Watcher):
@@ -299,6 +305,7 @@ class JobWatcher(Watcher):
         timeout: seconds the launch may take.
         on_record: takes this rank's record, once, when its program has ended or is about to be
             stopped. With it, signals are handled.
+        monitor_pid: rank 0's process, if it is on this host.
 
     Attributes:
         error: what ends the run. `announced_by` is the rank that says it to the user.
@@ -310,11 +317,14 @@ class JobWatcher(Watcher):
         wire: Wire,
         timeout: float,
         on_record: Callable[[RankRecord], None] | None = None,
+        monitor_pid: int | None = None,
     ):
         super().__init__(recorder, wire, with_events=on_record is None)
         self.on_record, self.keeping = on_record, threading.Lock()
         self.termination = None if on_record is None else TerminationSignal()
         self.timeout, self.deadline = timeout, time.monotonic() + timeout + 4 * GRACE
+        self.monitor_pid, self.next_look = monitor_pid, 0.0
+        self.stopped = 0  # looks at which rank 0 was stopped, in a row
         self.error: BaseException | None = None
         self.over = threading.Event()  # the program's thread goes on by itself
 
@@ -322,9 +332,19 @@ class JobWatcher(Watcher):
         super().look()
         if self.termination is not None:
             self._handle_signals(self.termination.arrived())
+        if self.recorder.rank == 1 and self.monitor_pid and time.monotonic() >= self.next_look:
+            self._look_at_rank_0(self.monitor_pid)
         if time.monotonic() > self.deadline:  # rank 0 keeps the time, but may be stopped itself
             lines = [f"rank 0 does not answer; rank {self.recorder.rank} was at {self._where()}"]
             self.failed(timed_out(self.timeout, lines), self.recorder.rank)
+
+    def _look_at_rank_0(self, pid: int) -> None:
+        """Report, as rank 1, that rank 0 is stopped, which reports all other ranks."""
+        self.next_look = time.monotonic() + LOOK_AT_PROCESSES_EVERY
+        self.stopped = self.stopped + 1 if is_stopped(pid) else 0
+        if self.stopped == 2:
+            head = f"parallel101: a signal has stopped rank 0. To continue: kill -CONT {pid}"
+            write_on_stderr(f"{head}\n  rank 1 is at {self._where()}")
 
     def unwatched(self) -> None:
         if not self.may_exit.is_set():
