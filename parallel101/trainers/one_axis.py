@@ -39,6 +39,10 @@ def of_one_axis(axis: str, *names: str, **defaults: Any) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         check_names(self, options, [*names, *COMMON])
+        if options.get("zero_stage") == 0:
+            raise ValueError(
+                "zero_stage=0: expected 1, 2 or 3; to shard nothing, use DataParallelTrainer"
+            )
         axes = Axes(group, {"dp": 1} | {axis: group_of(group).size})
         HybridTrainer.__init__(
             self, model, loss_fn, optimizer, mesh=axes, **{**defaults, **options}

@@ -486,5 +486,6 @@ def test_what_a_mesh_can_not_do_with_a_model(mesh):
 def test_options_that_only_one_axis_has():
     build = partial(p101.ShardedTrainer, mlp(), F.mse_loss, sgd)
     assert "zero_stage='3'" in raised(build, zero_stage="3")
+    assert "zero_stage=0: expected 1" in raised(build, zero_stage=0)
     said = raised(p101.DataParallelTrainer, mlp(), F.mse_loss, sgd, stage=3)
     assert "DataParallelTrainer has no option 'stage': expected some of" in said

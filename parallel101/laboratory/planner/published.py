@@ -187,16 +187,16 @@ def summary(errors: Iterable[PublishedError]) -> ErrorSummary:
     return ErrorSummary(len(sizes), mean(sizes), median(sizes), max(sizes))
 
 
-def published_errors(path: str | Path = MEGATRON_ROWS, **given: str) -> list[PublishedError]:
+def published_errors(path: str | Path | None = None, **given: str) -> list[PublishedError]:
     """Predict every row of a CSV table of published runs, and return each with its error.
 
     Args:
-        path: of the table; by default three rows of Megatron-LM's (Narayanan et al. 2021, Table 1).
+        path: of the table. None: three rows of Megatron-LM's (Narayanan et al. 2021, Table 1).
         given: columns that the table lacks, with one value for all rows, such as device="H100".
 
     Raises ValueError, with the row's number, for rows that can't be understood or laid out.
     """
-    runs = read_runs(path, **given)
+    runs = read_runs(path or MEGATRON_ROWS, **given)
     steps = [step_time(r.shape, r.layout, r.cluster, software=r.software) for r in runs]
     return list(map(PublishedError, runs, steps))
 
