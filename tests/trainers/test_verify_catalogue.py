@@ -278,6 +278,12 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return build
 
 
+def behind_zeros() -> nn.Module:
+    model = hooked(lambda g: 2 * g)()
+    nn.init.zeros_(model[3].weight)
+    return model
+
+
 def remembering() -> nn.Module:
     """A hook that scales with a mean over the gradients that it has seen."""
     mean = [0.0]
@@ -354,6 +360,7 @@ AXES = {
     "each position alone": Program("", TP, of(FeedForward, FeedForward), **OVER_TIME),
     "TransformerEncoder": Program("", TP, torchs_encoder, batch=TIMES, plan=LINEARS, random=True),
     "a doubled gradient": Program(NOT_CUT, ("tp",), hooked(lambda g: 2 * g)),
+    "behind a head of zeros": Program(NOT_CUT, ("tp",), behind_zeros, options={"verify": 1}),
     "a clamped gradient": Program(DIFFERS, ("tp", "dp"), hooked(lambda g: g.clamp(-1e-3, 1e-3))),
     "large ones clamped": Program(
         DIFFERS, (*SHARES, "accumulated"), hooked(lambda g: g.clamp(-20, 20))
@@ -517,6 +524,10 @@ OPTIMIZERS = {
         name: Program("", (*DP, *PIECES, "pp"), optimizer=build)
         for name, build in ELEMENTWISE.items()
     },
+    "a warm-up from 0": updating(
+        *(NOT_ELEMENTWISE, ("ZeRO-1",), partial(Coupled, shampoo)),
+        prepare=lambda trainer: warm_up(trainer),
+    ),
     "noise": Program("", DP, prepare=seeded_alike, random=True, **NOISY),
     "noise, unlike": Program(NOT_ELEMENTWISE, DP, prepare=seeded_apart, **NOISY),
     "noise, of pieces": Program(NOT_ELEMENTWISE, ("ZeRO-1", "ZeRO-3"), **NOISY),
