@@ -52,7 +52,7 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
     Args:
         recompute: "none", "selective", "full" or a function of a module's name.
 
-    Raises ValueError if it matches no module.
+    Raises ValueError if it matches no module, or one with a norm that counts each forward.
     """
     named = {name: module for name, module in model.named_modules() if name}
     if recompute == "none":
@@ -81,6 +81,10 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
             f"recompute={recompute!r} matches no module of {type(model).__name__}: expected "
             f"{expected}; or pass a function of a module's name"
         )
+    for name in chosen:
+        for below, norm in named[name].named_modules(prefix=name):
+            if norm.training and getattr(norm, "running_mean", None) is not None:
+                raise ValueError(f"{below!r} is a {type(norm).__name__}: its forward {TWICE}")
     return [name for name in chosen if not any(name.startswith(f"{n}.") for n in chosen)]
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.laboratory.bench.pictures import Kernel
+from parallel101.laboratory.bench.pictures import fresh_kernel
 from parallel101.laboratory.ranks import processes
 from parallel101.laboratory.ranks.wire import Wire
 from tests.ranks.failing import fails
@@ -151,14 +151,14 @@ def test_a_notebook_starts_the_fork_server_with_the_import_and_names_its_cells()
     program = """import parallel101, psutil, sys
 assert len(psutil.Process().children()) == {} and 'torch' not in sys.modules"""
     subprocess.run([sys.executable, "-c", program.format(0)], check=True)
-    with Kernel() as kernel:
-        kernel.seconds(program.format(1))  # raises if an assert fails there
-        servers = psutil.Process(kernel.manager.provisioner.pid).children()
+    before = psutil.Process().children()
+    with fresh_kernel() as run:
+        run(program.format(1))  # raises if an assert fails there
+        (kernel,) = {*psutil.Process().children()} - {*before}
+        servers = kernel.children()
         with pytest.raises(RuntimeError) as failed:
-            kernel.seconds(CELL)
-        assert psutil.Process(kernel.manager.provisioner.pid).children() == servers, (
-            "the launches have used it"
-        )
+            run(CELL)
+        assert kernel.children() == servers, "the launches have used it"
     assert _gone([server.pid for server in servers], within=30)
     told = re.sub(r"\x1b\[[0-9;]*m", "", str(failed.value))  # without colours
     assert "---> 10 p101.launch(divides, world_size=1)" in told
