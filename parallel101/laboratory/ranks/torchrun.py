@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hmac
-import json
 import math
 import os
 import pickle
@@ -64,7 +63,6 @@ from parallel101.laboratory.record.errors import (
     RankFailed,
     one_line,
 )
-from parallel101.laboratory.record.events import Event, EventRow
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.recorder import RankRecorder
 
@@ -379,16 +377,6 @@ class JobWatcher(Watcher):
     def send_record(self, imported: Any = ()) -> None:
         super().send_record(imported)
         self.keep_record()
-
-    def record(self, imported: Any = (), with_events: bool = False) -> RankRecord:
-        record, args = super().record(imported, with_events), Event._fields.index("args")
-
-        def plain(row: EventRow) -> EventRow:  # with its labels as a trace's file has them
-            labels = json.loads(json.dumps(row[args], default=str))
-            return (*row[:args], labels, *row[args + 1 :])
-
-        events, unfinished = (list(map(plain, rows)) for rows in record[:2])
-        return record._replace(events=events, unfinished=unfinished)
 
     def keep_record(self) -> None:
         """Pass on what this rank has recorded, unless that has been done."""
