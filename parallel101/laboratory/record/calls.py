@@ -57,10 +57,14 @@ class Call(NamedTuple):
     layout: str = ""
 
     @property
+    def peer(self) -> int | None:
+        """Return the other rank of a message, if it is known."""
+        return self.peers[0] if len(self.peers) == 1 and self.kind in P2P else None
+
+    @property
     def key(self) -> CallKey:
         """Return what the messages have in common that are numbered together with this one."""
-        peer = self.peers[0] if len(self.peers) == 1 else None
-        return self.kind, peer, self.tag, self.group
+        return self.kind, self.peer, self.tag, self.group
 
     @property
     def from_anyone(self) -> bool:
@@ -100,34 +104,22 @@ class Call(NamedTuple):
 
     @property
     def wait_labels(self) -> dict[str, Any]:
-        """Return the labels of a span in which the rank was blocked in this call.
-
-        The peer of a collective is None.
-        """
-        peer = self.peers[0] if len(self.peers) == 1 and self.kind in P2P else None
-        return {"peer": peer, "group": self.group}
+        """Return the labels of a span in which the rank was blocked in this call."""
+        return {"peer": self.peer, "group": self.group}
 
     def event(
         self,
         group: EventGroup,
-        *,
-        peer: int | None,
         posted: Any,
         start: Any,
         end: Any,
-        seq: int | None = None,
         payload: list | None = None,
     ) -> Event:
-        """Return the event of this call. On NCCL its times are moments of the GPU's clock.
-
-        Args:
-            peer: the other rank of a message (None: not known), or the root of a collective.
-            seq: its sequence number, if that is not the call's.
-        """
+        """Return the event of this call. On NCCL its times are moments of the GPU's clock."""
         return Event(
             rank=self.rank,
             kind=self.kind,
-            peer=peer,
+            peer=self.peer if self.kind in P2P else self.root,
             tag=self.tag,
             nbytes=self.nbytes,
             start=start,
@@ -135,7 +127,7 @@ class Call(NamedTuple):
             where=self.where,
             posted=posted,
             group=group,
-            seq=self.seq if seq is None else seq,
+            seq=self.seq,
             shape=self.shape,
             dtype=self.dtype,
             payload=payload,
@@ -249,23 +241,17 @@ def _difference(ours: Call, theirs: Call) -> str | None:
             sender, receiver = _collective_text(send.within), _collective_text(recv.within)
             rule = "All ranks of a group must call the same collectives in the same order."
             return f"a message of {sender} is received in {receiver}. {rule}"
+        different = "sender and receiver have different"
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
-            return (
-                f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} "
-                "expected"
-            )
-        if send.dtype != recv.dtype:
-            return (
-                f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} "
-                "expected"
-            )
-        if long_dims(send.shape) != long_dims(recv.shape):
-            return (
-                f"sender and receiver have different shapes: {tuple(send.shape)} sent, "
-                f"{tuple(recv.shape)} expected"
-            )
-        return None
+            what, field, unit = f"the message is {word} than the receive", "nbytes", " bytes"
+        elif send.dtype != recv.dtype:
+            what, field, unit = f"{different} dtypes", "dtype", ""
+        elif long_dims(send.shape) != long_dims(recv.shape):
+            what, field, unit = f"{different} shapes", "shape", ""
+        else:
+            return None
+        return f"{what}: {getattr(send, field)}{unit} sent, {getattr(recv, field)} expected"
     for name, what in SAME_ON_ALL_RANKS.items():
         values = [getattr(call, name) for call in (ours, theirs)]
         if values[0] != values[1]:
@@ -385,36 +371,28 @@ class CallChecker:
             ):
                 self.differing.append(call)
             return False
-        if call.kind in ("send", "recv"):
-            self._check_message(call)
-        else:
-            self._check_collective(call)
-        return bool(self.differing)
-
-    def _check_message(self, call: Call) -> None:
-        # from now on it is not known which of this rank's receives gets which message
-        if len(call.peers) != 1:
+        if call.kind not in ("send", "recv"):
+            calls = self._collectives[call.group, call.seq]
+            calls.append(call)
+            earlier = calls[:-1] if call.gives else calls[:1]
+            if any(disagreement(other, call) for other in earlier):
+                self.differing = calls  # not a copy: the calls of more ranks may follow
+            elif len(calls) == len(call.peers) + 1:
+                del self._collectives[call.group, call.seq]
+        elif len(call.peers) != 1:
+            # from now on it is not known which of this rank's receives gets which message
             self._from_anyone.add((call.rank, call.tag, call.group))
-            return
-        src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
-        if (dst, call.tag, call.group) in self._from_anyone:
-            return
-        key = (src, dst, call.tag, call.group, call.seq)
-        other = self._messages.pop(key, None)
-        if other is None or other.kind == call.kind:
-            self._messages[key] = call
-        elif disagreement(other, call):
-            self.differing = [other, call]
-
-    def _check_collective(self, call: Call) -> None:
-        calls = self._collectives[call.group, call.seq]
-        calls.append(call)
-        if any(
-            disagreement(earlier, call) for earlier in (calls[:-1] if call.gives else calls[:1])
-        ):
-            self.differing = calls  # not a copy: the calls of more ranks may follow
-        elif len(calls) == len(call.peers) + 1:
-            del self._collectives[call.group, call.seq]
+        else:
+            src, dst = (call.rank, *call.peers) if call.kind == "send" else (*call.peers, call.rank)
+            if (dst, call.tag, call.group) in self._from_anyone:
+                return False
+            key = (src, dst, call.tag, call.group, call.seq)
+            pair = self._messages.pop(key, None)
+            if pair is None or pair.kind == call.kind:
+                self._messages[key] = call
+            elif disagreement(pair, call):
+                self.differing = [pair, call]
+        return bool(self.differing)
 
     def error(self) -> MisuseError | None:
         """Return the error for the calls that differ, or None.

@@ -9,7 +9,7 @@ There is a process for each rank, a slice for each event and an arrow for each m
 Slices of one thread must not overlap, unless one contains the other. Sends do overlap, so each row
 gets as many threads as it needs. An arrow belongs to the slice that is open at its time. It ends
 inside the receive, because at its end the next one may have begun. (Format: "Trace Event Format",
-Google, 2016.)
+Google, 2016. Its processes and threads begin at 1: to Perfetto 0 is the idle one.)
 """
 
 from __future__ import annotations
@@ -37,10 +37,16 @@ def chrome_events(
     everything = [*events, *unfinished]
     lane = _lanes(everything)
     for rank in range(world_size):
-        out.append(_name("process_name", rank, name=f"rank {rank}"))
-        out.append(_name("process_sort_index", rank, sort_index=rank))
+        named = {
+            "process_name": {"name": f"rank {rank}"},
+            "process_sort_index": {"sort_index": rank},
+        }
+        out += [
+            {"ph": "M", "pid": rank + 1, "name": name, "args": args} for name, args in named.items()
+        ]
     for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
-        out.append({**_name("thread_name", rank, name=ROWS[thread // 1000]), "tid": thread})
+        args = {"name": ROWS[thread // 1000]}
+        out.append({"ph": "M", "pid": rank + 1, "tid": thread, "name": "thread_name", "args": args})
     for number, event in enumerate(everything):
         label = event.name or event.kind if event.kind == "span" else event.kind
         about = {name: getattr(event, name) for name in ("where", "shape", "dtype", "peer", "tag")}
@@ -48,7 +54,7 @@ def chrome_events(
         out.append(
             {
                 "ph": "X",
-                "pid": _process(event.rank),
+                "pid": event.rank + 1,
                 "tid": lane[id(event)],
                 "ts": event.start * MICRO,
                 "dur": (_end(event) - event.start) * MICRO,
@@ -58,39 +64,20 @@ def chrome_events(
             }
         )
     for number, message in enumerate(messages):
-        sides = (("s", message.send, message.send.start), ("f", message.recv, _arrival(message)))
-        for phase, event, time in sides:
-            place = {"pid": _process(event.rank), "tid": lane[id(event)], "ts": time * MICRO}
+        send, recv = message.send, message.recv
+        # an arrow ends strictly inside the receive's slice: in the middle of the message's flight,
+        # or of the receive if two clocks disagree
+        begin = message.start if message.start < _end(recv) else recv.start
+        for phase, event, time in (("s", send, send.start), ("f", recv, (begin + _end(recv)) / 2)):
+            place = {"pid": event.rank + 1, "tid": lane[id(event)], "ts": time * MICRO}
             arrow = {"ph": phase, "name": "message", "cat": "message", "id": number, **place}
             out.append(arrow if phase == "s" else {**arrow, "bp": "e"})
     return out
 
 
-def _name(kind: str, rank: int, **named: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": _process(rank), "name": kind, "args": named}
-
-
-def _process(rank: int) -> int:
-    """Return a rank's process number.
-
-    Numbers of processes, and of threads, begin at 1: to Perfetto 0 is the idle one.
-    """
-    return rank + 1
-
-
 def _end(event: Event) -> float:
     """Return the end of an event's slice. Spans keep their times, because they nest."""
     return event.end if event.kind == "span" else max(event.end, event.start + SHORTEST)
-
-
-def _arrival(message: Message) -> float:
-    """Return a time strictly inside the receive's slice, at which the message's arrow ends.
-
-    It is the middle of the message's flight, or of the receive if two clocks disagree.
-    """
-    recv = message.recv
-    begin = message.start if message.start < _end(recv) else recv.start
-    return (begin + _end(recv)) / 2
 
 
 def _lanes(events: Sequence[Event]) -> dict[int, int]:
@@ -101,7 +88,7 @@ def _lanes(events: Sequence[Event]) -> dict[int, int]:
     free: dict[tuple[int, int], list[float]] = {}
     lanes = {}
     for event in events:
-        row = _row(event)
+        row = {"span": 0, "send": 1, "recv": 2}.get(event.kind, 3)
         ends = free.setdefault((event.rank, row), [])
         if row == 0:
             lanes[id(event)] = 1
@@ -110,7 +97,3 @@ def _lanes(events: Sequence[Event]) -> dict[int, int]:
         ends[number : number + 1] = [_end(event)]
         lanes[id(event)] = 1000 * row + number + 1
     return lanes
-
-
-def _row(event: Event) -> int:
-    return {"span": 0, "send": 1, "recv": 2}.get(event.kind, 3)

@@ -17,6 +17,13 @@ from parallel101.laboratory.record.units import ranks_text
 
 _OWN = os.path.join(PACKAGE, "")
 Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
+ALL_OF_THEM = {  # advice if all ranks of a cycle wait in the same call
+    "send": (
+        "send first. On gloo a send ends when its receive is posted: post a receive first (irecv), "
+        "or let one rank receive before it sends."
+    ),
+    "recv": "receive first, and nobody sends: start the sends first (isend), then receive.",
+}
 
 
 class _ShownInNotebook(BaseException):
@@ -98,7 +105,10 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
             f"  {note}, at {shown(where)}" if where else f"  {note}"
             for note, where in self.notes[:8]
         ]
-        return "\n".join(lines + (_advice(self.waiting) if self.cycle and not self.notes else []))
+        kinds = ", ".join({kind for kind, _, _ in self.waiting.values()})
+        if self.cycle and not self.notes and kinds in ALL_OF_THEM:
+            lines.append(f"  All of them {ALL_OF_THEM[kinds]}")
+        return "\n".join(lines)
 
     def picture(self):
         """Draw who waits for whom.
@@ -206,18 +216,3 @@ def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[
     preposition = {"recv": "from", "send": "to"}.get(kind, "for")
     gone = " (returned)" if all(p in returned for p in peers) else ""
     return f"{preposition} {ranks_text(peers)}{gone}"
-
-
-def _advice(waiting: Waiting) -> list[str]:
-    kinds = {kind for kind, _, _ in waiting.values()}
-    if kinds == {"send"}:
-        return [
-            "  All of them send first. On gloo a send ends when its receive is posted: post a "
-            "receive first (irecv), or let one rank receive before it sends."
-        ]
-    if kinds == {"recv"}:
-        return [
-            "  All of them receive first, and nobody sends: start the sends first (isend), then "
-            "receive."
-        ]
-    return []

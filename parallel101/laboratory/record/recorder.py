@@ -242,12 +242,9 @@ class RankRecorder:
             limit: how many events, at least.
             files: to which they are written while the program runs.
         """
-
-        def unfinished() -> list[EventRow]:
-            return self.unfinished
-
+        in_seconds = self.clock.in_seconds
         self.last_events = LastEvents(
-            limit, self.recorded, self.clock.in_seconds, unfinished, files
+            limit, self.recorded, in_seconds, lambda: self.unfinished, files
         )
         self.last_events.start()
         try:
@@ -304,11 +301,7 @@ class Ended(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
+    is_completed = is_success = wait
 
 
 class Recording:
@@ -505,14 +498,9 @@ class WatchedWork(dist.Work):
         `source`: the sender of the message that a receive from any rank got. Such receives are
         numbered separately, and so have a negative seq.
         """
-        call, start = self.call, recording.start
-        peer = (
-            (call.peers[0] if len(call.peers) == 1 else source) if call.kind in P2P else call.root
-        )
-        event = call.event(
-            recording.group, peer=peer, posted=start, start=start, end=end, payload=payload
-        )
-        return event if source is None else event._replace(seq=-call.seq)
+        start = recording.start
+        event = self.call.event(recording.group, start, start, end, payload)
+        return event if source is None else event._replace(peer=source, seq=-self.call.seq)
 
     def ended(self, checked: bool = False) -> None:
         """Write the event, once.

@@ -36,6 +36,7 @@ from parallel101.laboratory.record.events import (
 )
 from parallel101.laboratory.record.totals import summed, sums_of
 
+LISTS = "events", "unfinished", "earlier"
 FORMATS = "parallel101 trace 4", "parallel101 trace 2"  # what is written; also read: no `earlier`
 COMPRESSION = 3  # of gzip: 9 takes ten times as long, and saves a sixth
 
@@ -232,12 +233,14 @@ class Trace:
         is left out.
         """
         sends = {call_key(e): e for e in self.events if e.kind == "send"}
-        paired = [
-            _message(send, e)
-            for e in self.events
-            if e.kind == "recv" and (send := sends.pop(call_key(e), None)) is not None
-        ]
-        return sorted(paired, key=BY_ARRIVAL)
+        messages = []
+        for recv in self.events:
+            if recv.kind == "recv" and (send := sends.pop(call_key(recv), None)) is not None:
+                start = max(send.start, recv.start)
+                payload = send.payload if recv.payload is None else recv.payload
+                sides = (start, max(start, recv.end), payload, send, recv)
+                messages.append(Message(send.rank, recv.rank, send.nbytes, *sides))
+        return sorted(messages, key=BY_ARRIVAL)
 
     def spans(self, name: str | None = None) -> list[Event]:
         """Return the named spans: all of them, or those called `name`."""
@@ -245,33 +248,19 @@ class Trace:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the trace as JSON, gzipped if the name ends in .gz. `Trace.load` reads it."""
-        data = json.dumps(self.content()).encode()
-        Path(path).write_bytes(
-            gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data
-        )
-
-    def content(self) -> dict[str, Any]:
-        """Return the trace in JSON's types, for `trace_in`."""
         groups: dict[EventGroup, int] = {}
 
         def fields(event: Event) -> tuple:
             number = groups.setdefault(event.group, len(groups))
             return *event[:GROUP], number, *event[GROUP + 1 :]
 
-        events, unfinished, earlier = (
-            [fields(event) for event in events]
-            for events in (self.events, self.unfinished, self.earlier)
+        lists = {name: list(map(fields, getattr(self, name))) for name in LISTS}
+        facts = {name: getattr(self, name) for name in ("world_size", "backend")}
+        content = {"format": FORMATS[0], **facts, "fields": Event._fields, "groups": list(groups)}
+        data = json.dumps(content | lists).encode()
+        Path(path).write_bytes(
+            gzip.compress(data, COMPRESSION) if str(path).endswith(".gz") else data
         )
-        return {
-            "format": FORMATS[0],
-            "world_size": self.world_size,
-            "backend": self.backend,
-            "fields": Event._fields,
-            "earlier": earlier,
-            "groups": list(groups),
-            "events": events,
-            "unfinished": unfinished,
-        }
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -332,14 +321,6 @@ def shifted(events: Iterable[Event], seconds: float) -> list[Event]:
     ]
 
 
-def _message(send: Event, recv: Event) -> Message:
-    payload = recv.payload if recv.payload is not None else send.payload
-    start = max(send.start, recv.start)
-    return Message(
-        send.rank, recv.rank, send.nbytes, start, max(start, recv.end), payload, send, recv
-    )
-
-
 # ── Reading a file: everything in it is checked here, so the rest of the code only sees traces that
 # Trace.save could have written.
 
@@ -374,7 +355,7 @@ def trace_in(content: dict[str, Any]) -> Trace:
     with collector_paused():
         events, unfinished, earlier = (
             [_event(row, groups, world_size) for row in _entry(content, name, list)]
-            for name in ("events", "unfinished", "earlier")
+            for name in LISTS
         )
     return Trace(events, world_size, backend, unfinished, earlier)
 

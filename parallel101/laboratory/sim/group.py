@@ -315,16 +315,7 @@ class CollectiveWork(SimWork, dist.Work):
         event_group = self.world.event_groups.of(
             group.label, group.ranks, torch_private.mesh_axis(group), None
         )
-        return tuple(
-            call.event(
-                event_group,
-                peer=call.root,
-                posted=self.posted,
-                start=started,
-                end=self.world.now,
-                payload=self.payload,
-            )
-        )
+        return tuple(call.event(event_group, self.posted, started, self.world.now, self.payload))
 
     def changed(self) -> bool:
         """Return whether the rank has changed its input tensors since its call."""

@@ -277,12 +277,8 @@ class MessageWork(SimWork):
 
     def row(self, seq: int) -> EventRow:
         """Return the event of a message that a failed run has not ended, as if it ended now."""
-        posted, now = self.posted, self.world.now
-        return tuple(
-            self.call().event(
-                self.event_group, peer=self.peer, posted=posted, start=posted, end=now, seq=seq
-            )
-        )
+        posted, call = self.posted, self.call()._replace(seq=seq)
+        return tuple(call.event(self.event_group, posted, posted, self.world.now))
 
 
 # ── Matching sends with receives: by channel, in the order in which they were posted
