@@ -16,7 +16,7 @@ from parallel101.laboratory.analysis.slower_ranks import (
 )
 from parallel101.laboratory.analysis.waiting import with_compute
 from parallel101.laboratory.record.events import span_event
-from parallel101.laboratory.record.host_time import LineSamples, RankStep
+from parallel101.laboratory.record.host_time import RankStep
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.run_table import tables
 from parallel101.spans import OPTIMIZER_STEP
@@ -34,12 +34,11 @@ def trace(own, size=4, steps=40):
             def seconds(*kinds, doing=doing):
                 return sum(seconds for what, _, seconds in doing if what in kinds)
 
-            lines = {}
-            for what, line, took in doing:  # a sample each ms
-                if line:
-                    samples = LineSamples(round(1e3 * took), 1e3 * took * (what == COMPUTING))
-                    key = line, what == LOADING
-                    lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(samples)
+            lines = [  # a sample each ms
+                [line, what == LOADING, round(1e3 * took), 1e3 * took * (what == COMPUTING)]
+                for what, line, took in doing
+                if line
+            ]
             time = RankStep(
                 step=step,
                 elapsed=STEP,
@@ -57,7 +56,7 @@ def trace(own, size=4, steps=40):
                     end=STEP * step,
                     seq=0,
                     where="",
-                    labels=time.labels,
+                    labels=time._asdict(),
                 )
             )
     return Trace(events, size, "gloo")

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.laboratory.record.host_time import LineSamples, RankStep, rank_step
+from parallel101.laboratory.record.host_time import RankStep
 from parallel101.laboratory.record.trace import Trace
 
 LEAST_SHARE = 0.05  # of the time of all steps: a rank that is less slower is not reported
@@ -72,7 +72,8 @@ def slower_ranks(trace: Trace) -> list[SlowerRank]:
     ranks: dict[int, dict[int, RankStep]] = defaultdict(dict)
     for span in trace.spans():
         if span.args and "collecting" in span.args:
-            ranks[span.rank][span.args["step"]] = rank_step(span.args)
+            step = RankStep(*(span.args[name] for name in RankStep._fields))
+            ranks[span.rank][step.step] = step
     if len(ranks) < 2:
         return []
     common = sorted(set.intersection(*map(set, ranks.values())))
@@ -131,16 +132,18 @@ def _doing(steps: Sequence[RankStep]) -> dict[tuple[str, str], float]:
         sum(getattr(step, name) for step in steps)
         for name in ("own", "busy", "queued", "collecting")
     )
-    samples: dict[tuple[str, bool], LineSamples] = {}
-    for step in steps:
-        for key, sample in step.lines.items():
-            samples[key] = samples.get(key, LineSamples(0, 0.0)).plus(sample)
-    samples = samples or {("", False): LineSamples(1, 1.0)}
-    count = sum(sample.number for sample in samples.values())
+    loading, busy, idle = (defaultdict[str, float](float) for _ in range(3))
+    lines = [line for step in steps for line in step.lines] or [["", False, 1, 1.0]]
+    for where, loads, number, used in lines:
+        if loads:
+            loading[where] += number
+        else:
+            busy[where] += used
+            idle[where] += number - used
+    count = sum(number for _, _, number, _ in lines)
     rest = max(0.0, own - collecting)
     doing: dict[tuple[str, str], float] = defaultdict(float)
     doing[COLLECTING, ""] = own - rest
-    loading = {where: sample.number for (where, loads), sample in samples.items() if loads}
     for where, many in loading.items():
         doing[LOADING, where] = rest * many / count
     rest *= 1 - sum(loading.values()) / count
@@ -148,9 +151,6 @@ def _doing(steps: Sequence[RankStep]) -> dict[tuple[str, str], float]:
     computing = min(rest, max(0.0, on_cpu - collecting))
     # a time in the queue while it was blocked in a call is among the waits
     queued = min(rest - computing, in_queue)
-    others = {where: sample for (where, loads), sample in samples.items() if not loads}
-    busy = {where: sample.busy for where, sample in others.items()}
-    idle = {where: sample.number - sample.busy for where, sample in others.items()}
     for what, seconds, weights in (
         (COMPUTING, computing, busy),
         (QUEUED, queued, idle),

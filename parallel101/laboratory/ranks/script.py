@@ -149,7 +149,7 @@ def _mark(moment: str, script: Script, own: HostTime | None = None) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     labels = {"script": script.name, "host": socket.gethostname(), "attempt": attempt}
     if own is not None and own.steps == 0:
-        labels |= own.step(last=True).labels
+        labels |= own.step(last=True)._asdict()
     with span(f"{moment} of the script", **labels):
         pass
 
@@ -169,7 +169,7 @@ def steps_marked(target: Any, own: HostTime | None = None) -> Iterator[None]:
         if not first or first[0]() is None:
             first[:] = [weakref.ref(optimizer)]
         if first[0]() is optimizer:
-            with span(OPTIMIZER_STEP, **({} if own is None else own.step().labels)):
+            with span(OPTIMIZER_STEP, **({} if own is None else own.step()._asdict())):
                 pass
 
     handle = register_optimizer_step_post_hook(stepped)

@@ -37,22 +37,8 @@ MOST_LINES = 12  # of a step
 _DATA = os.path.dirname(torch.utils.data.__file__) + os.sep
 
 
-class LineSamples(NamedTuple):
-    """The samples that found the thread in one line."""
-
-    number: int
-    busy: float  # of these, in how many it used the CPU; a part of one if it used it partly
-
-    def plus(self, other: LineSamples) -> LineSamples:
-        return LineSamples(self.number + other.number, self.busy + other.busy)
-
-
-# ("file:line", whether it loads data there) → samples
-Lines = dict[tuple[str, bool], LineSamples]
-
-
 class RankStep(NamedTuple):
-    """What one rank did in a step. Times are in seconds."""
+    """What one rank did in a step: the labels of the step's mark. Times are in seconds."""
 
     step: int  # from 1; 0 for a run without steps
     elapsed: float
@@ -60,18 +46,9 @@ class RankStep(NamedTuple):
     busy: float  # in which the thread used the CPU
     queued: float  # in which it was ready to run and had no core
     collecting: float  # in garbage collections
-    lines: Lines
-
-    @property
-    def labels(self) -> dict[str, Any]:
-        """Return the labels of the step's mark, from which `rank_step` makes an equal value."""
-        lines = sorted(self.lines.items(), key=lambda entry: -entry[1].number)[:MOST_LINES]
-        return {**self._asdict(), "lines": [[*key, *samples] for key, samples in lines]}
-
-
-def rank_step(labels: dict[str, Any]) -> RankStep:
-    lines = {(place, loads): LineSamples(*counts) for place, loads, *counts in labels["lines"]}
-    return RankStep(**{**{name: labels[name] for name in RankStep._fields}, "lines": lines})
+    # for each line: "file:line", whether it loads data there, how many samples found the thread
+    # in it, and in how many of these it used the CPU (a part of one if it used it partly)
+    lines: list[list[Any]]
 
 
 class HostTime:
@@ -84,7 +61,7 @@ class HostTime:
         self.collecting_since = self.collected = 0.0
         # of the step that has not ended
         self.before = self._totals()
-        self.lines: Lines = {}
+        self.lines: dict[tuple[str, bool], list[float]] = {}
         # of the last sample: when, and the thread's CPU time
         self.sampled = self.before[0], self.before[2]
 
@@ -102,7 +79,8 @@ class HostTime:
         """
         self.steps += not last
         before, self.before = self.before, self._totals()
-        lines, self.lines = self.lines, {}
+        found = sorted(self.lines.items(), key=lambda entry: -entry[1][0])[:MOST_LINES]
+        lines, self.lines = [[*key, *samples] for key, samples in found], {}
         elapsed, waited, busy, queued, collecting = (b - a for a, b in zip(before, self.before))
         own = elapsed - waited
         return RankStep(self.steps, elapsed, own, busy, queued, collecting, lines)
@@ -125,9 +103,9 @@ class HostTime:
         (last, busy_then), self.sampled = self.sampled, (now, busy)
         if self.recorder.waiting is not None or frame is None or now <= last:
             return
-        key, lines = (own_line(frame), loads_data(frame)), self.lines
-        share = min(1.0, max(0.0, busy - busy_then) / (now - last))
-        lines[key] = lines.get(key, LineSamples(0, 0.0)).plus(LineSamples(1, share))
+        samples = self.lines.setdefault((own_line(frame), loads_data(frame)), [0, 0.0])
+        samples[0] += 1
+        samples[1] += min(1.0, max(0.0, busy - busy_then) / (now - last))
 
 
 def own_line(frame: FrameType) -> str:
