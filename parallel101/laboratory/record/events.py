@@ -6,8 +6,8 @@ That is its side of a message, its part in a collective, or a named span.
     rank 1  ........ ◀──recv── ..................
 
 Ranks send their record to the launching process as rows: plain tuples, which are pickled ten times
-as fast as NamedTuples. A row has the fields of an `Event`, or of a `MessageRow`, which is both
-sides of a message. Only this file knows their order.
+as fast as NamedTuples. A row has the fields of an `Event`; or it is both sides of a message, which
+the simulator writes in one step because a run has millions of them (see events_of).
 """
 
 from __future__ import annotations
@@ -113,29 +113,6 @@ class Message(NamedTuple):
     recv: Event
 
 
-class MessageRow(NamedTuple):
-    """A message as the simulator records it.
-
-    It writes a plain tuple of these fields in one step, because a run has millions of them.
-    """
-
-    src: int
-    dst: int
-    tag: int
-    nbytes: int
-    start: float
-    end: float
-    group: EventGroup
-    seq: int
-    shape: tuple[int, ...]
-    dtype: str
-    payload: list | None
-    send_where: str
-    send_posted: float
-    recv_where: str
-    recv_posted: float
-
-
 def span_event(
     rank: int,
     name: str,
@@ -161,7 +138,7 @@ def events_of(rows: Iterable[EventRow]) -> list[Event]:
         if len(row) == one_side:
             add(new(Event, row))
             continue
-        # a MessageRow; `rest` is its group, seq, shape, dtype and payload
+        # both sides of a message; `rest` is its group, seq, shape, dtype and payload
         src, dst, tag, nbytes, start, end, *rest, where, posted, recv_where, recv_posted = row
         about = (*rest, None, None, False)
         sent = (src, "send", dst, tag, nbytes, start, end, where, posted, *about)

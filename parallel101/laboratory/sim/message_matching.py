@@ -212,12 +212,12 @@ class MessageWork(SimWork):
     def deliver(self, receive: MessageWork) -> None:
         """Give the bytes to the receive and record the message, both sides in one row.
 
-        See record/events.py for the row. They are in the receiver's tensor once it waits for them,
+        They are in the receiver's tensor once it waits for them,
         as on gloo: a program that forgets the wait() must not get them.
         """
         receive.data, self.data = self.data, None
         world = self.world
-        row = (  # the fields of a MessageRow
+        row = (  # in this order: see events_of
             self.rank.number,
             self.peer,
             self.tag,
