@@ -39,31 +39,24 @@ class EventGroup(NamedTuple):
 NO_GROUP = EventGroup("", (), None)  # a span's
 
 
-class EventGroups:
-    """The groups of a run's events.
+# equal groups are one object, so that a record of a million events stores and sends each only once
+_known: dict[EventGroup, EventGroup] = {}
 
-    Equal groups are one object, so that a record of a million events stores and sends each only
-    once.
+
+def event_group(
+    name: str, ranks: Sequence[int], axis: str | None, collective: Collective | None = None
+) -> EventGroup:
+    """Return the group of a call in a process group.
+
+    Args:
+        name, ranks, axis: of the process group.
+        collective: the collective of parallel101 to which a message belongs; None for every other
+            call.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[EventGroup, EventGroup] = {}
-
-    def of(
-        self, name: str, ranks: Sequence[int], axis: str | None, collective: Collective | None
-    ) -> EventGroup:
-        """Return the group of a call in a process group.
-
-        Args:
-            name, ranks, axis: of the process group.
-            collective: the collective of parallel101 to which a message belongs; None for every
-                other call.
-        """
-        if collective is None:
-            group = EventGroup(name, tuple(ranks), axis)
-        else:
-            group = EventGroup(name, collective.ranks, collective.axis)
-        return self._known.setdefault(group, group)
+    if collective is not None:
+        ranks, axis = collective.ranks, collective.axis
+    group = EventGroup(name, tuple(ranks), axis)
+    return _known.setdefault(group, group)
 
 
 class Event(NamedTuple):

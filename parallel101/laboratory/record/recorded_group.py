@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call, operation_on_ranks, rank_at
 from parallel101.laboratory.record.errors import MisuseError
-from parallel101.laboratory.record.events import EventGroup
+from parallel101.laboratory.record.events import EventGroup, event_group
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.recorder import (
     RankRecorder,
@@ -193,9 +193,7 @@ class RecordedGroup(torch_private.PythonGroup):
         return work.started(inner, recording)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
-        return self.recorder.event_groups.of(
-            self.label, self.ranks, torch_private.mesh_axis(self), collective
-        )
+        return event_group(self.label, self.ranks, torch_private.mesh_axis(self), collective)
 
     def _check(self, call: Call, problem: str | None) -> None:
         """Check a call, and raise MisuseError if its tensors must not be passed.

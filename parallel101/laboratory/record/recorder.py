@@ -37,7 +37,6 @@ from parallel101.laboratory.record.events import (
     P2P,
     Event,
     EventGroup,
-    EventGroups,
     EventRow,
     span_event,
 )
@@ -110,7 +109,6 @@ class RankRecorder:
         # torch's own work, if it is a collective, and the event
         self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
-        self.event_groups = EventGroups()
         # what the program does between its calls, in `parallel101 run`
         self.waited = 0.0  # seconds in which it was blocked in a call, if these are recorded
         self.host_time: HostTime | None = None

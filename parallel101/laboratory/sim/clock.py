@@ -27,7 +27,7 @@ import torch
 
 from parallel101.laboratory.record.calls import Call, CallChecker, call_to_compare
 from parallel101.laboratory.record.errors import broken_connection, reports_another
-from parallel101.laboratory.record.events import EventGroups, EventRow, span_event
+from parallel101.laboratory.record.events import EventRow, span_event
 from parallel101.laboratory.record.program_lines import caller, where
 from parallel101.laboratory.record.wait_for import find_deadlock
 from parallel101.laboratory.sim.network import Links, Network, TimedEvent
@@ -151,7 +151,6 @@ class World:
         self.links = Links(self.schedule, network.latency_overlaps)
         self.time_limits = TimeLimits(self)
         self.events: list[EventRow] = []
-        self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
         self.call_checker = CallChecker()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import Call, tensor_changed
 from parallel101.laboratory.record.errors import MisuseError
-from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.record.events import EventRow, event_group
 from parallel101.laboratory.record.program_lines import caller
 from parallel101.laboratory.record.signatures import (
     COLLECTIVES,
@@ -312,10 +312,8 @@ class CollectiveWork(SimWork, dist.Work):
     def row(self, started: float) -> EventRow:
         """Return this work's event, as if it ended now."""
         call, group = self.own_call, self.group
-        event_group = self.world.event_groups.of(
-            group.label, group.ranks, torch_private.mesh_axis(group), None
-        )
-        return tuple(call.event(event_group, self.posted, started, self.world.now, self.payload))
+        of = event_group(group.label, group.ranks, torch_private.mesh_axis(group))
+        return tuple(call.event(of, self.posted, started, self.world.now, self.payload))
 
     def changed(self) -> bool:
         """Return whether the rank has changed its input tensors since its call."""

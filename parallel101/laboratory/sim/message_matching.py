@@ -36,7 +36,7 @@ from parallel101.laboratory.record.calls import (
     waited_twice,
 )
 from parallel101.laboratory.record.errors import MisuseError
-from parallel101.laboratory.record.events import EventGroup, EventRow
+from parallel101.laboratory.record.events import EventGroup, EventRow, event_group
 from parallel101.laboratory.record.program_lines import where as where_from
 from parallel101.laboratory.record.signatures import (
     WHOLE,
@@ -448,7 +448,7 @@ class PointToPointGroup(torch_private.PythonGroup):
     def set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
         self.within = operation_on_ranks(collective)
-        self.event_group = self.world.event_groups.of(
+        self.event_group = event_group(
             self.label, self.ranks, torch_private.mesh_axis(self), collective
         )
 
