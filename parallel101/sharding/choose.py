@@ -18,7 +18,8 @@ Multiply Them".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import permutations, product
 
 import torch
@@ -62,123 +63,98 @@ def plan(
         Or: AllGather_X A, multiply: 288 B in 3 steps, 768 flops
     """
     operands, result = arrays_in(text)
-    extents = mesh_sizes(mesh)
-    arrays = (*operands, result)
+    arrays, extents = (*operands, result), mesh_sizes(mesh)
     for array in arrays:
-        unknown = [axis for axis in array.used if axis not in extents]
-        if unknown:
-            raise ValueError(
-                f"{array} uses the axis {unknown[0]}, but the mesh has {', '.join(extents)}"
-            )
-    sizes = checked_sizes(arrays, sizes)
+        for axis in array.used:
+            if axis not in extents:
+                raise ValueError(
+                    f"{array} uses the axis {axis}, but the mesh has {', '.join(extents)}"
+                )
+    dims = list(dict.fromkeys(dim for array in arrays for dim in array.dims))
+    if set(sizes) != set(dims):
+        raise ValueError(
+            f"plan() got the sizes of {', '.join(sizes) or 'no dims'}: expected those of "
+            f"{', '.join(dims)}, as in plan(…, {dims[0]}=8)"
+        )
+    for name, n in (*extents.items(), *sizes.items()):
+        if type(n) is not int or n < 1:
+            raise ValueError(f"{name}={n!r}: expected a whole number, 1 or more")
+    sizes = {dim: sizes[dim] for dim in dims}
     if len(operands) == 1:
         steps = reshard(operands[0], result, sizes, extents)
         ways: list[Steps] = [] if steps is None else [tuple(steps)]
     else:
-        ways = list(products(operands[0], operands[1], result, sizes, extents))
+        ways = list(products((operands[0], operands[1], result), sizes, extents))
     if not ways:
-        axes = ", ".join(result.partial)
         raise ValueError(
             f"there is no way to {result}: only a product gives that, if a dim that it sums "
-            f"over is cut along {axes}"
+            f"over is cut along {', '.join(result.partial)}"
         )
     plans = [ShardingPlan(tuple(operands), result, steps, extents, sizes, dtype) for steps in ways]
-    best, *others = sorted(plans, key=cost_of)
-    others = [other for other in others if not gathered_and_cut(other)]
-    return ShardingPlan(
-        best.operands, best.result, best.steps, extents, sizes, dtype, tuple(others)
-    )
+    plans.sort(key=lambda one: (sent_by(one.steps, sizes, extents), one.flops, len(one.steps)))
+    others = tuple(other for other in plans[1:] if not gathered_and_cut(other.steps))
+    return replace(plans[0], alternatives=others)
 
 
-def gathered_and_cut(plan: ShardingPlan) -> bool:
-    """Return whether the plan gathers along an axis and then keeps a block along it.
+def gathered_and_cut(steps: Steps) -> bool:
+    """Return whether these steps gather along an axis and then keep a block along it.
 
     That is right, but never worth showing.
     """
-    steps = [step for step in plan.steps if isinstance(step, ReshardStep)]
-    gathered = {axis for step in steps if step.operation == "AllGather" for axis in step.axes}
-    kept = {axis for step in steps if step.operation == "Slice" for axis in step.axes}
+    moves = [step for step in steps if isinstance(step, ReshardStep)]
+    gathered, kept = (
+        {axis for step in moves if step.operation == name for axis in step.axes}
+        for name in ("AllGather", "Slice")
+    )
     return bool(gathered & kept)
-
-
-def cost_of(plan: ShardingPlan) -> tuple[float, int, int]:
-    """Return bytes (of equal blocks), flops and number of steps, by which plans are compared."""
-    return round(sent_by(plan.steps, plan.sizes, plan.mesh), 3), plan.flops, len(plan.steps)
 
 
 def sent_by(steps: Steps, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
     """Return the elements that a rank would send in these steps if all blocks were equal."""
     moves = [step for step in steps if isinstance(step, ReshardStep)]
-    return sum(elements_sent(step, sizes, mesh) for step in moves)
+    return round(sum(elements_sent(step, sizes, mesh) for step in moves), 3)
 
 
 def products(
-    a: Sharding, b: Sharding, c: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]
+    arrays: tuple[Sharding, Sharding, Sharding], sizes: Mapping[str, int], mesh: Mapping[str, int]
 ) -> Iterator[Steps]:
     """Yield a plan's steps for each way to choose a dim, or none, for each axis."""
+    a, b, c = arrays
     summed = [dim for dim in a.dims if dim in b.dims and dim not in c.dims]
 
     def choices(axis: str) -> list[str | None]:
-        dims = [
-            dim for array in (a, b, c) for dim, axes in zip(array.dims, array.axes) if axis in axes
-        ]
-        return [*dict.fromkeys(dims + (summed if axis in c.partial else [])), None]
+        cut = [dim for array in arrays for dim, axes in zip(array.dims, array.axes) if axis in axes]
+        return [*dict.fromkeys(cut + (summed if axis in c.partial else [])), None]
 
-    for chosen in product(*(choices(axis) for axis in mesh)):
-        cuts = {
-            dim: [axis for axis, to in zip(mesh, chosen) if to == dim]
-            for dim in chosen
-            if dim is not None
-        }
+    for chosen in product(*map(choices, mesh)):
+        dims = [dim for dim in dict.fromkeys(chosen) if dim is not None]
+        orders = [permutations(axis for axis, to in zip(mesh, chosen) if to == dim) for dim in dims]
         ways: list[Steps] = []
-        for orders in product(*(permutations(axes) for axes in cuts.values())):
-            cut = dict(zip(cuts, orders))
+        for axes in product(*orders):
+            cut = dict(zip(dims, axes))
             new_a, new_b, new_c = (
-                array.replace(dict(enumerate(cut.get(dim, ()) for dim in array.dims)), ())
-                for array in (a, b, c)
+                array._replace(axes=tuple(cut.get(dim, ()) for dim in array.dims), partial=())
+                for array in arrays
             )
-            new_c = new_c.replace({}, [axis for dim in summed for axis in cut.get(dim, ())])
-            before_a, before_b = reshard(a, new_a, sizes, mesh), reshard(b, new_b, sizes, mesh)
-            after = reshard(new_c, c, sizes, mesh)
-            if before_a is not None and before_b is not None and after is not None:
-                ways.append((*before_a, *before_b, Multiply(new_a, new_b, new_c), *after))
+            partial = sorted(axis for dim in summed for axis in cut.get(dim, ()))
+            new_c = new_c._replace(partial=tuple(partial))
+            of_a, of_b, of_c = (
+                reshard(before, after, sizes, mesh)
+                for before, after in ((a, new_a), (b, new_b), (new_c, c))
+            )
+            if of_a is not None and of_b is not None and of_c is not None:
+                ways.append((*of_a, *of_b, Multiply(new_a, new_b, new_c), *of_c))
         if ways:
             yield min(ways, key=lambda steps: sent_by(steps, sizes, mesh))
 
 
 def mesh_sizes(mesh: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
-    """Return the size of each axis, by name. Raises ValueError or TypeError for other meshes."""
-    if isinstance(mesh, DeviceMesh):
-        if not mesh.mesh_dim_names:
-            raise ValueError(
-                "the DeviceMesh has axes without names: pass mesh_dim_names to init_device_mesh"
-            )
+    """Return the size of each axis, by name. Raises TypeError for a mesh without names."""
+    if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names:
         return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape))
     if not isinstance(mesh, Mapping) or not mesh:
         raise TypeError(
             f'mesh={mesh!r}: expected the size of each axis, such as {{"X": 4, "Y": 2}}, or a '
-            "DeviceMesh"
+            "DeviceMesh with mesh_dim_names"
         )
-    for axis, p in mesh.items():
-        if type(p) is not int or p < 1:
-            raise ValueError(f"mesh={dict(mesh)}: expected 1 rank or more along {axis}")
     return dict(mesh)
-
-
-def checked_sizes(arrays: Sequence[Sharding], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the dims, in the order of the text.
-
-    Raises ValueError if one is missing or unknown, or isn't a size.
-    """
-    dims = list(dict.fromkeys(dim for array in arrays for dim in array.dims))
-    for dim in dims:
-        if dim not in sizes:
-            raise ValueError(
-                f"the size of {dim} is missing: pass plan(…, {', '.join(f'{d}=…' for d in dims)})"
-            )
-    for dim, n in sizes.items():
-        if dim not in dims:
-            raise ValueError(f"{dim}={n}, but no array has a dim {dim}: expected {', '.join(dims)}")
-        if type(n) is not int or n < 1:
-            raise ValueError(f"{dim}={n!r}: expected a size, 1 or more")
-    return {dim: sizes[dim] for dim in dims}

@@ -37,34 +37,20 @@ class Sharding(NamedTuple):
 
     def __str__(self) -> str:
         dims = ", ".join(subscripted(dim, axes) for dim, axes in zip(self.dims, self.axes))
-        return f"{self.name}[{dims}]" + (
-            f" {{{subscripted('U', self.partial)}}}" if self.partial else ""
-        )
+        unreduced = f" {{{subscripted('U', self.partial)}}}" if self.partial else ""
+        return f"{self.name}[{dims}]{unreduced}"
 
     @property
     def used(self) -> tuple[str, ...]:
         """The axes that cut a dim or along which the array is partial."""
         return (*(axis for axes in self.axes for axis in axes), *self.partial)
 
-    def replace(
-        self, axes: Mapping[int, tuple[str, ...]], partial: Iterable[str] | None = None
-    ) -> Sharding:
-        """Return the same array with other axes on some of its dims (given by number)."""
-        cut = tuple(axes.get(d, old) for d, old in enumerate(self.axes))
-        return Sharding(
-            self.name,
-            self.dims,
-            cut,
-            self.partial if partial is None else tuple(sorted(partial)),
-        )
-
     def block(
         self, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
     ) -> tuple[slice, ...]:
         """Return the part of the whole array that the rank at these coordinates holds: an index."""
-        return tuple(
-            interval(sizes[dim], axes, mesh, at) for dim, axes in zip(self.dims, self.axes)
-        )
+        cuts = zip(self.dims, self.axes)
+        return tuple(interval(sizes[dim], axes, mesh, at) for dim, axes in cuts)
 
 
 def interval(n: int, axes: Iterable[str], mesh: Mapping[str, int], at: Mapping[str, int]) -> slice:
@@ -97,22 +83,30 @@ def axes_in(subscript: str) -> list[str]:
 def arrays_in(text: str) -> tuple[list[Sharding], Sharding]:
     """Return the operands, one or two, and the result of "A[I, J_X] · B[J, K] → C[I, K]".
 
-    Raises ValueError for a text that can't be read.
+    Raises ValueError for a text that can't be read, or whose dims don't make a product.
     """
     sides = re.split(r"→|->", text) if isinstance(text, str) else []
-    if len(sides) != 2:
+    factors = re.split(r"[·*@]", sides[0]) if sides else []
+    if len(sides) != 2 or len(factors) > 2:
         raise ValueError(
-            f"can't read {text!r}: expected one arrow, as in 'A[I, J_X] · B[J, K] → C[I, K]' "
-            "or 'A[I_X, J] → A[I, J_X]'"
+            f"can't read {text!r}: expected one or two arrays and one arrow, as in "
+            "'A[I, J_X] · B[J, K] → C[I, K]' or 'A[I_X, J] → A[I, J_X]'"
         )
-    operands, result = [array_in(part) for part in re.split(r"[·*@]", sides[0])], array_in(sides[1])
-    if len(operands) > 2:
-        raise ValueError(f"{text!r} has {len(operands)} operands: expected one, or two to multiply")
-    if len(operands) == 2 and len({array.name for array in (*operands, result)}) < 3:
-        raise ValueError(
-            f"{text!r} uses a name twice: give the two operands and the result three names"
-        )
-    check_dims(text, operands, result)
+    arrays = [array_in(part) for part in (*factors, sides[1])]
+    *operands, result = arrays
+    if len(operands) == 1:
+        if operands[0][:2] != result[:2]:
+            raise ValueError(f"{text!r}: expected the same array with the same dims on both sides")
+        return operands, result
+    if len({array.name for array in arrays}) < 3:
+        raise ValueError(f"{text!r} uses a name twice: give the three arrays three names")
+    for array in arrays:
+        for dim in array.dims:
+            if not any(dim in other.dims for other in arrays if other is not array):
+                raise ValueError(
+                    f"{text!r}: only {array.name} has the dim {dim}, but a dim of the result is "
+                    "one of an operand, and only a dim of both operands can be summed over"
+                )
     return operands, result
 
 
@@ -123,44 +117,15 @@ def array_in(text: str) -> Sharding:
     if match is None or not all(dims):
         raise ValueError(
             f"can't read {text.strip()!r}: expected a name, its dims and their axes, as in "
-            f"A[I_X, J] or C[I, K] {{U_X}}"
+            "A[I_X, J] or C[I, K] {U_X}"
         )
     names = tuple(dim[1] for dim in dims if dim)
     axes = tuple(tuple(axes_in(dim[2] or "")) for dim in dims if dim)
     array = Sharding(match[1], names, axes, tuple(sorted(axes_in(match[3] or ""))))
     for kind, words in ("dim", names), ("axis", array.used):
-        twice = sorted({word for word in words if words.count(word) > 1})
-        if twice:
-            why = (
-                "each axis can cut only one dim of an array"
-                if kind == "axis"
-                else "each dim of an array needs its own name"
+        if twice := [word for k, word in enumerate(words) if word in words[:k]]:
+            raise ValueError(
+                f"{array} uses the {kind} {twice[0]} twice: each dim of an array needs its own "
+                "name, and each axis can cut only one of them"
             )
-            raise ValueError(f"{array} uses the {kind} {twice[0]} twice, but {why}")
     return array
-
-
-def check_dims(text: str, operands: list[Sharding], result: Sharding) -> None:
-    """Raise ValueError if the dims don't make a product.
-
-    A dim of one operand only must be in the result.
-    """
-    if len(operands) == 1:
-        if operands[0].dims != result.dims or operands[0].name != result.name:
-            raise ValueError(
-                f"{text!r}: expected the same array with the same dims on both sides of the arrow"
-            )
-        return
-    a, b = operands
-    for dim in result.dims:
-        if dim not in a.dims + b.dims:
-            raise ValueError(
-                f"{text!r}: the result has the dim {dim}, but neither {a.name} nor {b.name} has it"
-            )
-    for one, other in (a, b), (b, a):
-        for dim in one.dims:
-            if dim not in other.dims + result.dims:
-                raise ValueError(
-                    f"{text!r}: only {one.name} has the dim {dim}. It is summed over if "
-                    f"{other.name} has it too, or add it to the result"
-                )

@@ -16,14 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
-from itertools import combinations, count, permutations
+from itertools import count, permutations
 from typing import NamedTuple
 
 from torch import Tensor
 
-from parallel101.autograd import all_gather, all_reduce, all_to_all, reduce_scatter
+from parallel101.autograd import all_gather, all_to_all, reduce_scatter
 from parallel101.mesh import Group, split_sizes
-from parallel101.sharding.notation import Sharding, interval
+from parallel101.sharding.notation import Sharding, interval, subscripted
+
+SUM = -1  # in place of a dim: the axes along which an array is partial
+# by where a step takes its axes from: its name if they then cut a dim, and if not
+OPERATIONS = {None: ("Slice", ""), SUM: ("ReduceScatter", "AllReduce")}
+FROM_A_DIM = ("AllToAll", "AllGather")
 
 
 class ReshardStep(NamedTuple):
@@ -42,14 +47,17 @@ class ReshardStep(NamedTuple):
         return self.joined or 0 if self.cut is None else self.cut
 
     @property
+    def larger(self) -> Sharding:
+        """The sharding, before or after the step, of which the blocks are larger."""
+        return self.after if self.operation == "AllGather" else self.before
+
+    @property
     def title(self) -> str:
         """The name of the step, such as AllGather_X or ReduceScatter_{X,K}."""
-        axes = (
-            "".join(self.axes) if all(len(axis) == 1 for axis in self.axes) else ",".join(self.axes)
-        )
-        if self.cut is not None:
-            return f"{self.operation}_{{{axes},{self.before.dims[self.cut]}}}"
-        return f"{self.operation}_{axes if len(axes) == 1 or ',' not in axes else '{' + axes + '}'}"
+        if self.cut is None:
+            return subscripted(self.operation, self.axes)
+        axes = subscripted("", self.axes).strip("_{}")
+        return f"{self.operation}_{{{axes},{self.before.dims[self.cut]}}}"
 
     def __str__(self) -> str:
         return f"{self.title} {self.before} → {self.after}"
@@ -60,40 +68,24 @@ class ReshardStep(NamedTuple):
 
 def moves(array: Sharding, wanted: Sharding) -> Iterator[ReshardStep]:
     """Yield each step from this sharding that puts no axis where `wanted` doesn't have it."""
-    for d, axes in enumerate(array.axes):
-        for k in range(len(axes)):
-            kept, removed = axes[:k], axes[k:]
-            yield ReshardStep("AllGather", removed, array, array.replace({d: kept}), joined=d)
-            for e, there in enumerate(array.axes):
-                if e != d and set(removed) <= set(wanted.axes[e]):
-                    yield ReshardStep(
-                        "AllToAll",
-                        removed,
-                        array,
-                        array.replace({d: kept, e: there + removed}),
-                        joined=d,
-                        cut=e,
-                    )
-    for k in range(1, len(array.partial) + 1):
-        for reduced in combinations(array.partial, k):
-            left = set(array.partial) - set(reduced)
-            yield ReshardStep("AllReduce", reduced, array, array.replace({}, left))
-            for d, there in enumerate(array.axes):
-                if set(reduced) <= set(wanted.axes[d]):
-                    for order in permutations(reduced):
-                        yield ReshardStep(
-                            "ReduceScatter",
-                            order,
-                            array,
-                            array.replace({d: there + order}, left),
-                            cut=d,
-                        )
-    for d, there in enumerate(array.axes):
-        for axis in wanted.axes[d]:
-            if axis not in array.used:
-                yield ReshardStep(
-                    "Slice", (axis,), array, array.replace({d: (*there, axis)}), cut=d
-                )
+    cut = [(d, axes[k:]) for d, axes in enumerate(array.axes) for k in range(len(axes))]
+    lengths = range(1, len(array.partial) + 1)
+    added = [(SUM, axes) for k in lengths for axes in permutations(array.partial, k)]
+    new = [(None, (axis,)) for axes in wanted.axes for axis in axes if axis not in array.used]
+    for source, axes in [*cut, *added, *new]:
+        for target in (None, *range(len(array.dims))):
+            allowed = axes if target is None else wanted.axes[target]
+            if target != source and set(axes) <= set(allowed):
+                places = [
+                    tuple(axis for axis in old if axis not in axes)
+                    for old in (*array.axes, array.partial)
+                ]
+                if target is not None:
+                    places[target] += axes
+                after = array._replace(axes=tuple(places[:-1]), partial=places[-1])
+                operation = OPERATIONS.get(source, FROM_A_DIM)[target is None]
+                joined = None if source == SUM else source
+                yield ReshardStep(operation, axes, array, after, joined, target)
 
 
 def reshard(
@@ -113,11 +105,9 @@ def reshard(
         sent, length, _, here, steps = heappop(queue)
         if here == wanted:
             return steps
-        if here in done:
-            continue
-        done.add(here)
-        for step in moves(here, wanted):
-            if step.after not in done:
+        if here not in done:
+            done.add(here)
+            for step in moves(here, wanted):
                 further = round(sent + elements_sent(step, sizes, mesh), 3)
                 heappush(queue, (further, length + 1, next(numbered), step.after, [*steps, step]))
     return None
@@ -126,85 +116,62 @@ def reshard(
 def elements_sent(step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
     """Return the elements that a rank would send in a step if all blocks were equal: n(p−1)/p.
 
-    `sent_in` counts them for uneven blocks.
+    `Transfer.sent` counts them for uneven blocks.
     """
-    if step.operation == "Slice":
-        return 0.0
-    whole = step.after if step.operation == "AllGather" else step.before
-    n = math.prod(
-        sizes[dim] / math.prod(mesh[axis] for axis in axes)
-        for dim, axes in zip(whole.dims, whole.axes)
-    )
+    whole = math.prod(sizes[dim] for dim in step.larger.dims)
+    n = whole / math.prod(mesh[axis] for axes in step.larger.axes for axis in axes)
     p = math.prod(mesh[axis] for axis in step.axes)
-    return n * (p - 1) / p * (2 if step.operation == "AllReduce" else 1)
+    return n * (p - 1) / p * {"Slice": 0, "AllReduce": 2}.get(step.operation, 1)
 
 
-# ── What a step costs, exactly
+# ── What a step sends, exactly, and how a rank runs it
 
 
-def rounds(step: ReshardStep, mesh: Mapping[str, int]) -> int:
-    """Return the number of messages on the critical path of a step."""
-    along = sum(mesh[axis] - 1 for axis in step.axes)
-    p = math.prod(mesh[axis] for axis in step.axes)
-    return {
-        "AllGather": along,
-        "ReduceScatter": along,
-        "AllReduce": 2 * along,
-        "AllToAll": p - 1,
-        "Slice": 0,
-    }[step.operation]
+class Transfer(NamedTuple):
+    """A part of a step: a ring along one axis, or an AllToAll along all of the step's axes."""
+
+    collective: str  # all_gather, reduce_scatter or all_to_all
+    axes: tuple[str, ...]
+    blocks: list[int]  # sizes along the step's dim, by position on the axes
+    position: int  # of this rank
+    row: int  # elements for each 1 along the step's dim
+
+    @property
+    def sent(self) -> int:
+        """The elements that this rank sends.
+
+        A rank sends every block but its own, in a ring that gathers all but its right neighbour's.
+        """
+        kept = self.position + (self.collective == "all_gather")
+        return self.row * (sum(self.blocks) - self.blocks[kept % len(self.blocks)])
 
 
-def rings(
-    step: ReshardStep, n: int, mesh: Mapping[str, int], at: Mapping[str, int]
-) -> Iterator[tuple[str, bool, list[int]]]:
-    """Yield the rings of a step in order: the axis, whether it gathers, and its blocks' sizes.
+def transfers(
+    step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
+) -> Iterator[Transfer]:
+    """Yield the transfers of a step, in order, on the rank at these coordinates.
 
-    n elements are reduce-scattered along one axis after the other, or gathered to n in the opposite
-    order; an AllReduce does both.
+    A dim is reduce-scattered along one axis after the other, or gathered in the opposite order. An
+    AllReduce does both with its elements in a row.
     """
-    cut = [
-        (axis, split_sizes(size(interval(n, step.axes[:k], mesh, at)), mesh[axis]))
-        for k, axis in enumerate(step.axes)
-    ]
-    if step.operation in ("ReduceScatter", "AllReduce"):
-        yield from ((axis, False, blocks) for axis, blocks in cut)
-    if step.operation in ("AllGather", "AllReduce"):
-        yield from ((axis, True, blocks) for axis, blocks in reversed(cut))
-
-
-def whole_of(
-    step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
-) -> list[int]:
-    """Return the shape of the larger of the two blocks that a rank has before and after a step."""
-    array = step.after if step.operation == "AllGather" else step.before
-    return [size(part) for part in array.block(sizes, mesh, at)]
-
-
-def sent_in(
-    step: ReshardStep, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
-) -> int:
-    """Return the elements that the rank at these coordinates sends in a step."""
-    whole = whole_of(step, sizes, mesh, at)
-    n, row = math.prod(whole), 1
-    if step.operation != "AllReduce":
-        n, row = whole[step.dim], math.prod(whole[: step.dim] + whole[step.dim + 1 :])
+    shape = [size(part) for part in step.larger.block(sizes, mesh, at)]
+    row = math.prod(shape[: step.dim] + shape[step.dim + 1 :])
+    n = shape[step.dim]
+    if step.operation == "AllReduce":
+        n, row = n * row, 1
     if step.operation == "AllToAll":
-        return row * (n - size(interval(n, step.axes, mesh, at)))
-    # a ring sends every block but one: a reduce-scatter not the rank's own, an all-gather not its
-    # right neighbour's
-    return row * sum(
-        sum(blocks) - blocks[(at[axis] + gathers) % mesh[axis]]
-        for axis, gathers, blocks in rings(step, n, mesh, at)
-    )
-
-
-def size(part: slice) -> int:
-    """Return the number of elements in a slice."""
-    return part.stop - part.start
-
-
-# ── How a rank runs it
+        position = 0
+        for axis in step.axes:
+            position = position * mesh[axis] + at[axis]
+        yield Transfer("all_to_all", step.axes, parts(n, step.axes, mesh), position, row)
+    cut = []
+    for k, axis in enumerate(step.axes):
+        blocks = split_sizes(size(interval(n, step.axes[:k], mesh, at)), mesh[axis])
+        cut.append(((axis,), blocks, at[axis], row))
+    if step.operation in ("ReduceScatter", "AllReduce"):
+        yield from (Transfer("reduce_scatter", *ring) for ring in cut)
+    if step.operation in ("AllGather", "AllReduce"):
+        yield from (Transfer("all_gather", *ring) for ring in reversed(cut))
 
 
 def apply(
@@ -226,38 +193,34 @@ def apply(
         sizes, mesh: of the whole array's dims, and of the axes.
         at: this rank's coordinates, by axis.
     """
-    names = list(mesh)
-
-    def along(*axes: str) -> Group:
-        return group.along(*(names.index(axis) for axis in axes))
-
     if step.operation == "Slice":
         own = interval(x.shape[step.dim], step.axes, mesh, at)
         return x.narrow(step.dim, own.start, size(own)).clone()
-    if step.operation == "AllToAll":
-        joined = step.joined or 0
-        whole = interval(sizes[step.before.dims[joined]], step.after.axes[joined], mesh, at)
-        return all_to_all(
-            x,
-            step.dim,
-            joined,
-            group=along(*step.axes),
-            split_sizes=parts(x.shape[step.dim], step.axes, mesh),
-            concat_sizes=parts(size(whole), step.axes, mesh),
-            algorithm="pairwise",
-        )
-    if step.operation == "AllReduce" and len(step.axes) == 1:
-        return all_reduce(x, group=along(*step.axes), algorithm="ring")
-    if step.operation == "AllReduce":
-        y, n = x.reshape(-1), x.numel()
-    else:
-        y, n = x, whole_of(step, sizes, mesh, at)[step.dim]
-    for axis, gathers, blocks in rings(step, n, mesh, at):
-        if gathers:
-            y = all_gather(y, step.dim, group=along(axis), sizes=blocks, algorithm="ring")
+    y = x.reshape(-1) if step.operation == "AllReduce" else x
+    for move in transfers(step, sizes, mesh, at):
+        along, blocks = group.along(*(list(mesh).index(axis) for axis in move.axes)), move.blocks
+        if move.collective == "all_gather":
+            y = all_gather(y, step.dim, group=along, sizes=blocks, algorithm="ring")
+        elif move.collective == "reduce_scatter":
+            y = reduce_scatter(y, step.dim, group=along, sizes=blocks, algorithm="ring")
         else:
-            y = reduce_scatter(y, step.dim, group=along(axis), algorithm="ring")
+            joined = step.joined or 0
+            whole = size(step.after.block(sizes, mesh, at)[joined])
+            y = all_to_all(
+                y,
+                step.dim,
+                joined,
+                group=along,
+                split_sizes=blocks,
+                concat_sizes=parts(whole, move.axes, mesh),
+                algorithm="pairwise",
+            )
     return y.view(x.shape) if step.operation == "AllReduce" else y
+
+
+def size(part: slice) -> int:
+    """Return the number of elements in a slice."""
+    return part.stop - part.start
 
 
 def parts(n: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> list[int]:

@@ -11,7 +11,7 @@ rest of parallel101 when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding, arrays_in
-from parallel101.sharding.sharding_plan import Multiply, ShardingPlan, check_tensor, equation
+from parallel101.sharding.sharding_plan import ShardingPlan, check_tensor, equation
 
 # relative errors that rounding explains; other floats may have 2 %, integers none
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -56,52 +56,58 @@ class ShardedRun:
     @property
     def wrong(self) -> list[int]:
         """The ranks whose block differs from their block of the expected result."""
-        return wrong_ranks(self.results, self.plan.result, self.expected, self.plan)
+        return self._differ_from(self.plan.result)
 
     @property
     def found(self) -> Sharding | None:
         """The sharding of the result whose blocks the ranks returned; None if there is none."""
-        return next(
-            (
-                one
-                for one in self._shardings()
-                if not wrong_ranks(self.results, one, self.expected, self.plan)
-            ),
-            None,
-        )
+        result, mesh = self.plan.result, self.plan.mesh
+        for chosen in product([None, *result.dims, "U_"], repeat=len(mesh)):
+            cut, *others = (
+                tuple(axis for axis, to in zip(mesh, chosen) if to == dim)
+                for dim in ("U_", *result.dims)
+            )
+            sharding = result._replace(axes=tuple(others), partial=tuple(sorted(cut)))
+            if not self._differ_from(sharding):
+                return sharding
+        return None
+
+    def _differ_from(self, array: Sharding) -> list[int]:
+        """Return the ranks whose blocks are not those of the result under this sharding.
+
+        Partial blocks are added up first.
+        """
+        places, wrong = list(self.plan.coordinates()), []
+        kept = [tuple(i for axis, i in at.items() if axis not in array.partial) for at in places]
+        for rank, at in enumerate(places):
+            expected = self.expected[array.block(self.plan.sizes, self.plan.mesh, at)]
+            # the ranks that differ only along axes along which the array is partial
+            terms = [block for block, of in zip(self.results, kept) if of == kept[rank]]
+            shaped = all(isinstance(x, Tensor) and x.shape == expected.shape for x in terms)
+            if not shaped or not close(sum(x.detach() for x in terms), expected, self.expected):
+                wrong.append(rank)
+        return wrong
 
     @property
     def verdict(self) -> str:
         """One or two sentences that say whether the result is right, and if not, what it is."""
-        name, whole = self.plan.result.name, " · ".join(array.name for array in self.plan.operands)
-        if not self.wrong:
-            return f"{self.plan.result} on {len(self.held)} ranks equals the whole {whole}."
-        ranks = (
-            "every rank"
-            if len(self.wrong) == len(self.held)
-            else f"rank{'s' * (len(self.wrong) > 1)} {', '.join(map(str, self.wrong))}"
-        )
-        text = f"The block of {self.plan.result} is wrong on {ranks}."
+        result, wrong, n = self.plan.result, self.wrong, len(self.held)
+        if not wrong:
+            whole = " · ".join(array.name for array in self.plan.operands)
+            return f"{result} on {n} ranks equals the whole {whole}."
+        ranks = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}"
+        text = f"The block of {result} is wrong on {ranks if len(wrong) < n else 'every rank'}."
         if self.found is not None:
-            missing = [axis for axis in self.found.partial if axis not in self.plan.result.partial]
+            missing = [axis for axis in self.found.partial if axis not in result.partial]
             why = f": the sum over {', '.join(missing)} is missing" if missing else ""
             return f"{text} The ranks hold {self.found}{why}."
-        rank = self.wrong[0]
-        block, at = self.results[rank], list(self.plan.coordinates())[rank]
-        expected = tuple(
-            self.expected[self.plan.result.block(self.plan.sizes, self.plan.mesh, at)].shape
-        )
-        if not isinstance(block, Tensor):
-            return (
-                f"{text} Rank {rank} returned a {type(block).__name__}: expected a tensor of "
-                f"shape {expected}."
-            )
-        if tuple(block.shape) != expected:
-            return f"{text} Rank {rank} returned shape {tuple(block.shape)}: expected {expected}."
-        return (
-            f"{text} Rank {rank} has the right shape, {expected}, with other values than "
-            f"{name} has there."
-        )
+        rank, at = wrong[0], list(self.plan.coordinates())[wrong[0]]
+        block, due = self.results[rank], result.block(self.plan.sizes, self.plan.mesh, at)
+        shape, is_tensor = tuple(self.expected[due].shape), isinstance(block, Tensor)
+        if is_tensor and block.shape == shape:
+            return f"{text} Rank {rank} has the right shape, {shape}, with other values."
+        returned = f"shape {tuple(block.shape)}" if is_tensor else f"a {type(block).__name__}"
+        return f"{text} Rank {rank} returned {returned}: expected shape {shape}."
 
     def picture(self, title: str | None = None) -> Any:
         """Draw the blocks that each rank held before and after each step, from their values.
@@ -116,16 +122,6 @@ class ShardedRun:
         return f"{'' if self.program else f'{self.plan}' + chr(10)}{self.verdict}"
 
     __repr__ = __str__
-
-    def _shardings(self) -> Iterator[Sharding]:
-        """Yield the result with each axis on each of its dims, on none, or partial."""
-        result, mesh = self.plan.result, self.plan.mesh
-        for chosen in product([None, *range(len(result.dims)), "U"], repeat=len(mesh)):
-            cut = {
-                d: tuple(axis for axis, to in zip(mesh, chosen) if to == d)
-                for d in range(len(result.dims))
-            }
-            yield result.replace(cut, [axis for axis, to in zip(mesh, chosen) if to == "U"])
 
 
 def run(
@@ -154,7 +150,19 @@ def run(
     """
     from parallel101.laboratory.ranks.launch import launch
 
-    sizes = sizes_of(text, wholes)
+    operands, _ = arrays_in(text)
+    names = " and ".join(array.name for array in operands)
+    if len(wholes) != len(operands):
+        raise ValueError(f"run() got {len(wholes)} arrays: expected {names}, whole")
+    sizes: dict[str, int] = {}
+    for array, whole in zip(operands, wholes):
+        check_tensor(array.name, whole)
+        if whole.dim() != len(array.dims):
+            raise ValueError(
+                f"{array.name} has shape {tuple(whole.shape)}: expected the "
+                f"{len(array.dims)} dims of {array}"
+            )
+        sizes = dict(zip(array.dims, whole.shape)) | sizes
     chosen = plan(text, mesh, dtype=wholes[0].dtype, **sizes)
     blocks = chosen.shard(*wholes)
 
@@ -166,73 +174,13 @@ def run(
         held = {array.name: block.clone() for array, block in zip(chosen.operands, mine)}
         return [held, held | {chosen.result.name: program(*mine)}]
 
-    ran = launch(
-        on_a_rank, world_size=chosen.world_size, backend=backend, **{"trace": True, **launched}
-    )
+    launched = {"trace": True, **launched}
+    ran = launch(on_a_rank, world_size=chosen.world_size, backend=backend, **launched)
     expected = wholes[0]
     if len(wholes) == 2:
         a, b = chosen.operands
-        expected = torch.einsum(equation(Multiply(a, b, chosen.result)), *wholes)
+        expected = torch.einsum(equation(a, b, chosen.result), *wholes)
     return ShardedRun(chosen, wholes, expected, ran.results, ran, program is not None)
-
-
-def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
-    """Return the size of each dim, from the arrays.
-
-    Raises ValueError if they disagree, and TypeError for anything but tensors.
-    """
-    operands, _ = arrays_in(text)
-    if len(wholes) != len(operands):
-        raise ValueError(
-            f"run() got {len(wholes)} arrays: expected "
-            f"{' and '.join(array.name for array in operands)}, whole"
-        )
-    sizes: dict[str, int] = {}
-    for array, whole in zip(operands, wholes):
-        check_tensor(array, whole)
-        if whole.dim() != len(array.dims):
-            raise ValueError(
-                f"{array.name} has shape {tuple(whole.shape)}: expected {len(array.dims)} "
-                f"dims, {', '.join(array.dims)}"
-            )
-        if whole.dtype != wholes[0].dtype:
-            raise ValueError(
-                f"{array.name} has dtype {whole.dtype}, but {operands[0].name} has "
-                f"{wholes[0].dtype}: expected one dtype"
-            )
-        for dim, n in zip(array.dims, whole.shape):
-            if sizes.setdefault(dim, n) != n:
-                raise ValueError(
-                    f"{array.name} has shape {tuple(whole.shape)}: expected {dim} = "
-                    f"{sizes[dim]}, as in {operands[0].name}"
-                )
-    return sizes
-
-
-def wrong_ranks(
-    blocks: Sequence[Any], array: Sharding, whole: Tensor, plan: ShardingPlan
-) -> list[int]:
-    """Return the ranks whose blocks are not those of the whole array under this sharding.
-
-    Partial blocks are added up first.
-    """
-    places = list(plan.coordinates())
-    # ranks that differ only along axes along which the array is partial
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, at in enumerate(places):
-        groups.setdefault(
-            tuple(i for axis, i in at.items() if axis not in array.partial), []
-        ).append(rank)
-    wrong = []
-    for ranks in groups.values():
-        expected = whole[array.block(plan.sizes, plan.mesh, places[ranks[0]])]
-        mine = [blocks[rank] for rank in ranks]
-        shaped = all(isinstance(block, Tensor) and block.shape == expected.shape for block in mine)
-        if not shaped or not close(
-            torch.stack([block.detach() for block in mine]).sum(0), expected, whole
-        ):
-            wrong += ranks
-    return sorted(wrong)
 
 
 def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
@@ -240,6 +188,6 @@ def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
     if not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(found.to(whole.dtype), expected)
     sizes = whole.abs().nan_to_num(0.0, 0.0)  # an infinite tolerance would allow anything
-    atol = RELATIVE.get(sizes.dtype, 2e-2) * (sizes.max().item() if sizes.numel() else 0.0)
+    atol = RELATIVE.get(sizes.dtype, 2e-2) * sizes.max().item()
     found, expected = found.to(torch.complex128), expected.to(torch.complex128)
     return torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)

@@ -26,7 +26,7 @@ from parallel101 import cost
 from parallel101.cost import Chip, Time
 from parallel101.mesh import Group, group_of
 from parallel101.sharding.notation import Sharding
-from parallel101.sharding.reshard import ReshardStep, apply, rounds, sent_in
+from parallel101.sharding.reshard import ReshardStep, Transfer, apply, size, transfers
 from parallel101.spans import span
 
 
@@ -78,17 +78,15 @@ class ShardingPlan:
     @property
     def flops(self) -> int:
         """The multiplications and additions of rank 0, whose blocks are the largest."""
-        return sum(
-            2 * math.prod(self._extents(step).values())
-            for step in self.steps
-            if isinstance(step, Multiply)
-        )
+        products = [step for step in self.steps if isinstance(step, Multiply)]
+        return sum(2 * math.prod(self._extents(step.a, step.b).values()) for step in products)
 
     @property
     def bytes_sent(self) -> list[int]:
         """The exact bytes that each rank sends."""
-        by_step = [self.sent_in(step) for step in self.steps]
-        return [sum(of_rank) for of_rank in zip(*by_step)] or [0] * self.world_size
+        return [
+            sum(of_rank) for of_rank in zip([0] * self.world_size, *map(self.sent_in, self.steps))
+        ]
 
     @property
     def rounds(self) -> int:
@@ -97,16 +95,24 @@ class ShardingPlan:
         If no block is empty, that is the makespan of a run on sim with `Network(latency=1,
         bandwidth=inf)`.
         """
-        return sum(rounds(step, self.mesh) for step in self.steps if isinstance(step, ReshardStep))
+        return sum(self.rounds_of(step) for step in self.steps)
+
+    def rounds_of(self, step: ReshardStep | Multiply) -> int:
+        """Return the number of messages on the critical path of a step."""
+        at = dict.fromkeys(self.mesh, 0)
+        return sum(len(transfer.blocks) - 1 for transfer in self._transfers(step, at))
 
     def sent_in(self, step: ReshardStep | Multiply) -> list[int]:
         """Return the bytes that each rank sends in a step."""
-        if isinstance(step, Multiply):
-            return [0] * self.world_size
         return [
-            sent_in(step, self.sizes, self.mesh, at) * self.dtype.itemsize
+            sum(transfer.sent for transfer in self._transfers(step, at)) * self.dtype.itemsize
             for at in self.coordinates()
         ]
+
+    def _transfers(self, step: ReshardStep | Multiply, at: Mapping[str, int]) -> list[Transfer]:
+        if isinstance(step, Multiply):
+            return []
+        return list(transfers(step, self.sizes, self.mesh, at))
 
     def times(self, chip: str | Chip) -> list[Time | None]:
         """Return the seconds of each step on a mesh of such chips; None for a slice.
@@ -118,55 +124,46 @@ class ShardingPlan:
 
     def _time(self, step: ReshardStep | Multiply, chip: str | Chip) -> Time | None:
         if isinstance(step, Multiply):
-            extents = self._extents(step)
+            extents = self._extents(step.a, step.b)
             in_a, in_b, in_c = (set(array.dims) for array in (step.a, step.b, step.after))
             batch, m, n, k = (
                 math.prod(extents[dim] for dim in dims)
                 for dims in (in_a & in_b & in_c, in_a - in_b, in_b - in_a, in_a & in_b - in_c)
             )
             return cost.matmul(m, k, n, chip, element_bytes=self.dtype.itemsize, batch=batch)
-        if step.operation == "Slice":
-            return None
-        whole = step.after if step.operation == "AllGather" else step.before
-        block = whole.block(self.sizes, self.mesh, dict.fromkeys(self.mesh, 0))
-        nbytes = math.prod(part.stop - part.start for part in block) * self.dtype.itemsize
+        nbytes = math.prod(self._extents(step.larger).values()) * self.dtype.itemsize
         axes = [self.mesh[axis] for axis in step.axes]
+        if step.operation == "AllToAll":  # its V is the array of all ranks together
+            return cost.all_to_all(nbytes * math.prod(axes), axes, chip)
         operation = {
             "AllGather": cost.all_gather,
             "ReduceScatter": cost.reduce_scatter,
             "AllReduce": cost.all_reduce,
-        }
-        if step.operation == "AllToAll":  # its V is the array of all ranks together
-            return cost.all_to_all(nbytes * math.prod(axes), axes, chip)
-        return operation[step.operation](nbytes, axes, chip)
+        }.get(step.operation)
+        return operation and operation(nbytes, axes, chip)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """Yield each rank's position along each axis of the mesh; the last axis runs fastest."""
         for place in product(*(range(p) for p in self.mesh.values())):
             yield dict(zip(self.mesh, place))
 
-    def _extents(self, step: Multiply) -> dict[str, int]:
+    def _extents(self, *arrays: Sharding) -> dict[str, int]:
+        """Return the size of each dim of rank 0's blocks."""
         first = dict.fromkeys(self.mesh, 0)
-        parts = {
-            dim: part
-            for array in (step.a, step.b)
+        return {
+            dim: size(part)
+            for array in arrays
             for dim, part in zip(array.dims, array.block(self.sizes, self.mesh, first))
         }
-        return {dim: part.stop - part.start for dim, part in parts.items()}
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {n}" for name, n in (*self.mesh.items(), *self.sizes.items()))
-        lines = [
-            (
-                f"{' · '.join(map(str, self.operands))} → {self.result}    ({sizes}, "
-                f"{str(self.dtype).removeprefix('torch.')})"
-            )
-        ]
+        operands, dtype = " · ".join(map(str, self.operands)), str(self.dtype).split(".")[-1]
+        lines = [f"{operands} → {self.result}    ({sizes}, {dtype})"]
         for step in self.steps:
+            costs = sent_text(max(self.sent_in(step)), self.rounds_of(step))
             if isinstance(step, Multiply):
                 costs = f"{self.flops:,} flops on a rank"
-            else:
-                costs = sent_text(max(self.sent_in(step)), rounds(step, self.mesh))
             lines.append(f"  {step!s:<58} {costs}")
         lines.append(f"A rank sends {sent_text(max(self.bytes_sent), self.rounds)}.")
         lines += [f"Or: {other.short}" for other in self.alternatives[:3]]
@@ -180,33 +177,20 @@ class ShardingPlan:
     def short(self) -> str:
         """The plan in one line."""
         steps = [
-            f"{step.title} {step.before.name}" if isinstance(step, ReshardStep) else "multiply"
+            step.title if isinstance(step, Multiply) else f"{step.title} {step.before.name}"
             for step in self.steps
         ]
-        return (
-            f"{', '.join(steps) or 'nothing'}: {sent_text(max(self.bytes_sent), self.rounds)}, "
-            f"{self.flops:,} flops"
-        )
+        sent = sent_text(max(self.bytes_sent), self.rounds)
+        return f"{', '.join(steps) or 'nothing'}: {sent}, {self.flops:,} flops"
 
     # ── How it is run
 
     def shard(self, *wholes: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the operands' blocks of each rank, from the whole arrays.
 
-        Raises ValueError for other shapes.
+        Raises ValueError or TypeError unless they are tensors of the plan's shapes and dtype.
         """
-        if len(wholes) != len(self.operands):
-            raise ValueError(
-                f"shard() got {len(wholes)} arrays: expected "
-                f"{' and '.join(array.name for array in self.operands)}"
-            )
-        for array, whole in zip(self.operands, wholes):
-            expected = tuple(self.sizes[dim] for dim in array.dims)
-            check_tensor(array, whole)
-            if tuple(whole.shape) != expected:
-                raise ValueError(
-                    f"{array.name} has shape {tuple(whole.shape)}: expected {expected} for {array}"
-                )
+        self._check(wholes, None)
 
         def block(array: Sharding, whole: Tensor, at: Mapping[str, int]) -> Tensor:
             part = whole[array.block(self.sizes, self.mesh, at)]
@@ -256,11 +240,6 @@ class ShardingPlan:
     def walk(self, *blocks: Tensor, mesh: DeviceMesh | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield what this rank holds, by name of the array: at first, and after each step."""
         group = self._group(mesh)
-        if len(blocks) != len(self.operands):
-            raise ValueError(
-                f"run() got {len(blocks)} blocks: expected one of "
-                f"{' and one of '.join(a.name for a in self.operands)}"
-            )
         if group.position is None:
             # the result depends on the blocks, as on the other ranks
             nothing = sum((block.sum() for block in blocks), blocks[0].new_empty(0))
@@ -273,13 +252,11 @@ class ShardingPlan:
         for step in self.steps:
             with span(step.title, array=step.after.name):
                 if isinstance(step, Multiply):
-                    held[step.after.name] = torch.einsum(
-                        equation(step), held[step.a.name], held[step.b.name]
-                    )
+                    factors = held[step.a.name], held[step.b.name]
+                    block = torch.einsum(equation(step.a, step.b, step.after), *factors)
                 else:
-                    held[step.after.name] = apply(
-                        step, held[step.after.name], group, self.sizes, self.mesh, at
-                    )
+                    block = apply(step, held[step.after.name], group, self.sizes, self.mesh, at)
+            held[step.after.name] = block
             yield dict(held)
         if not self.steps:
             yield {self.result.name: blocks[0].clone()}
@@ -288,53 +265,48 @@ class ShardingPlan:
         """Return the group of the mesh's ranks, with this rank's position if it is one of them."""
         if mesh is None:
             started = dist.is_initialized()
-            world_size = dist.get_world_size() if started else 1
-            if world_size < self.world_size:
+            if (world_size := dist.get_world_size() if started else 1) < self.world_size:
                 raise ValueError(
                     f"the plan's mesh {dict(self.mesh)} has {self.world_size} ranks, but this "
                     f"run has {world_size}"
                 )
             group = group_of(range(self.world_size) if started else None)
             return group._replace(shape=tuple(self.mesh.values()), axes=tuple(self.mesh))
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(
-                f"mesh={mesh!r}: expected a DeviceMesh with the plan's axes "
-                f"{', '.join(self.mesh)}, or None"
-            )
-        found = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))
         group = group_of(mesh)
-        if group.position is not None and list(found.items()) != list(self.mesh.items()):
+        axes = list(zip(group.axes, group.shape))
+        if group.position is not None and axes != list(self.mesh.items()):
             raise ValueError(
-                f"the plan is for the mesh {dict(self.mesh)}, but this DeviceMesh has "
-                f"{found or tuple(mesh.mesh.shape)}"
+                f"the plan is for the mesh {dict(self.mesh)}, but this {type(mesh).__name__} has "
+                f"{dict(axes) or group.shape}"
             )
         return group
 
-    def _check(self, blocks: Sequence[Tensor], at: Mapping[str, int]) -> None:
-        place = ", ".join(f"{axis} = {i}" for axis, i in at.items())
-        for array, block in zip(self.operands, blocks):
-            expected = tuple(
-                part.stop - part.start for part in array.block(self.sizes, self.mesh, at)
-            )
-            check_tensor(array, block)
-            if tuple(block.shape) != expected:
+    def _check(self, given: Sequence[Tensor], at: Mapping[str, int] | None) -> None:
+        """Raise ValueError or TypeError unless these are the operands' blocks on the rank `at`.
+
+        None: the whole operands.
+        """
+        names = " and ".join(array.name for array in self.operands)
+        if len(given) != len(self.operands):
+            raise ValueError(f"got {len(given)} arrays: expected {names}")
+        for array, x in zip(self.operands, given):
+            expected = tuple(self.sizes[dim] for dim in array.dims)
+            what = array.name
+            if at is not None:
+                what = f"the block of {array} at {dict(at)}"
+                expected = tuple(map(size, array.block(self.sizes, self.mesh, at)))
+            check_tensor(what, x)
+            if tuple(x.shape) != expected or x.dtype != self.dtype:
                 raise ValueError(
-                    f"the block of {array} on the rank at {place} has shape "
-                    f"{tuple(block.shape)}, but expected {expected}: "
-                    f"the whole {array.name} has shape "
-                    f"{tuple(self.sizes[dim] for dim in array.dims)}"
-                )
-            if block.dtype != self.dtype:
-                raise ValueError(
-                    f"the block of {array.name} has dtype {block.dtype}, but the plan is for "
-                    f"{self.dtype}: pass plan(…, dtype=)"
+                    f"{what} has shape {tuple(x.shape)} and dtype {x.dtype}: expected {expected} "
+                    f"and {self.dtype}, as the plan's sizes and dtype say"
                 )
 
 
-def check_tensor(array: Sharding, x: Tensor) -> None:
+def check_tensor(name: str, x: Tensor) -> None:
     """Raise TypeError unless x is a tensor."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{array.name} is a {type(x).__name__}: expected a tensor")
+        raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
 
 
 def sent_text(nbytes: int, steps: int) -> str:
@@ -342,12 +314,8 @@ def sent_text(nbytes: int, steps: int) -> str:
     return f"{nbytes:,} B in {steps} step{'s' * (steps != 1)}" if steps else "no message"
 
 
-def equation(step: Multiply) -> str:
+def equation(a: Sharding, b: Sharding, c: Sharding) -> str:
     """Return the product as torch.einsum wants it, with a letter for each dim."""
-    letters = {
-        dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(step.a.dims + step.b.dims))
-    }
-    a, b, c = (
-        "".join(letters[dim] for dim in array.dims) for array in (step.a, step.b, step.after)
-    )
-    return f"{a},{b}->{c}"
+    dims = list(dict.fromkeys(a.dims + b.dims))
+    words = ("".join(chr(ord("a") + dims.index(dim)) for dim in array.dims) for array in (a, b, c))
+    return "{},{}->{}".format(*words)

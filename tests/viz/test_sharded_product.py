@@ -78,7 +78,7 @@ WRONG = {  # the product, what a rank does with its blocks, the verdict, and wha
     ),
     "wrong dim of a gather": (
         *(GATHERED, lambda a, b: p101.all_gather(a @ b, 1)),
-        *("Rank 0 returned shape (4, 16): expected (8, 8).", [("?", (1,))] * 2),
+        *("Rank 0 returned shape (4, 16): expected shape (8, 8).", [("?", (1,))] * 2),
     ),
     "added twice": (
         *(BOTH_CUT, lambda a, b: p101.all_reduce(a @ b) + a @ b),
@@ -87,11 +87,11 @@ WRONG = {  # the product, what a rank does with its blocks, the verdict, and wha
     ),
     "no tensor": (
         *(BOTH_CUT, lambda a, b: 3),
-        *("Rank 0 returned a int: expected a tensor of shape (8, 8).", [("", ())] * 2),
+        *("Rank 0 returned a int: expected shape (8, 8).", [("", ())] * 2),
     ),
     "unknown values": (
         *(BOTH_CUT, lambda a, b: torch.zeros(8, 8) + 7),
-        *("with other values than C has there.", [("?", (1,))] * 2),
+        *("with other values.", [("?", (1,))] * 2),
     ),
 }
 

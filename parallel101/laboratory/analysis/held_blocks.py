@@ -112,7 +112,7 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
         if dim in b.dims and dim not in plan.result.dims
     }
     axes = list(dict.fromkeys(axis for of_dim in summed.values() for axis in of_dim))
-    pieces = a.replace({d: summed.get(dim, ()) for d, dim in enumerate(a.dims)})
+    pieces = a._replace(axes=tuple(summed.get(dim, ()) for dim in a.dims))
     terms = []
     for coordinates in product(*(range(plan.mesh[axis]) for axis in axes)):
         at = dict(zip(axes, coordinates))
@@ -132,9 +132,7 @@ def cuts_of(run: RecordedProduct, name: str) -> tuple[list[int], list[int]]:
     if run.program and name == plan.result.name:
         of_dim = {dim: axes for array in plan.operands for dim, axes in zip(array.dims, array.axes)}
         # of the blocks' product
-        shardings.append(
-            plan.result.replace({d: of_dim[dim] for d, dim in enumerate(plan.result.dims)})
-        )
+        shardings.append(plan.result._replace(axes=tuple(of_dim[d] for d in plan.result.dims)))
         shardings += [] if run.found is None else [run.found]
     cuts: list[set[int]] = [{0, plan.sizes[dim]} for dim in shardings[0].dims]
     for array in shardings:
