@@ -89,7 +89,7 @@ def test_a_class_is_graded_once_and_each_learner_has_a_page_with_their_own_runs(
         assert name in page and not list(external_addresses(page)), name
     ann = BeautifulSoup(pages["ann"], "html.parser")
     assert len(ann.find_all("figure")) == 2 and "4 of 8 points" in ann.get_text()
-    assert "Deadlock: everyone sends first" in ann.table.get_text()
+    assert "Deadlock: everyone sends first" in ann.section.get_text()
     assert "Everyone sends first." in ann.find(class_="p101g-mistake").get_text()
     assert "bob" not in pages["ann"] and "predict(" not in pages["ann"]
     assert "there is notes.txt" in pages["hal"]

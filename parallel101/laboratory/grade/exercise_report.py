@@ -20,35 +20,68 @@ from typing import Any, NamedTuple
 from parallel101.laboratory.grade.endings import explain_error, how_it_ended, reason_of
 from parallel101.laboratory.grade.exercise import Exercise, Misconception, Question, Trial
 from parallel101.laboratory.grade.homework import set_name
-from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
 
 WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
 
 
-class ReportBlock(NamedTuple):
-    """A part of a report: as a terminal shows it, and as a notebook does."""
+class ReportRow(NamedTuple):
+    """A line of a report with the text below it, for a terminal and for a notebook.
 
-    text: str
-    html: str
+    Attributes:
+        look: "head", "holds", "fails", "mistake", "fold", or "soft" for what matters less. A fold
+            shows its text as it is, and a notebook can fold it.
+        title, right: the line, and what stands at its end.
+        text: below it.
+        mark: what stands before the title, in a column of its own.
+    """
+
+    look: str
+    title: str = ""
+    text: str = ""
+    right: str = ""
+    mark: str = ""
+
+    def __str__(self) -> str:
+        if self.look == "fold":
+            return f"  {self.title}:\n{textwrap.indent(self.text, '    ')}"
+        left = f"  {self.mark:<10} {self.title}" if self.mark else f"  {self.title}"
+        left = self.title if self.look == "head" else left
+        lines = [f"{left:<{WIDTH - len(self.right) - 1}} {self.right}".rstrip()] * bool(self.title)
+        space = " " * (13 if self.mark else 2)
+        wrapper = textwrap.TextWrapper(WIDTH - 12, initial_indent=space, subsequent_indent=space)
+        return "\n".join(lines + [w for line in self.text.splitlines() for w in wrapper.wrap(line)])
+
+    @property
+    def html(self) -> str:
+        mark, title, text, right = map(escape, (self.mark, self.title, self.text, self.right))
+        if self.look == "fold":
+            return f"<details open><summary>{title}</summary><pre>{text}</pre></details>"
+        return (
+            f'<div class="p101g-row p101g-{self.look}" aria-label="{self.look}"><b>{mark}</b>'
+            f"<div><strong>{title}</strong><div>{text}</div></div><span>{right}</span></div>"
+        )
 
 
 @dataclass
 class Card:
-    """A box with blocks. A notebook shows it as HTML, and `print` as text."""
+    """A box with rows. A notebook shows it as HTML, and `print` as text."""
 
     label: str
-    blocks: Sequence[ReportBlock]
+    rows: Sequence[ReportRow]
 
     def __str__(self) -> str:
-        return "\n\n".join(block.text for block in self.blocks if block.text)
+        """Return the rows with an empty line between them, but not between two with marks."""
+        pairs = zip([ReportRow(""), *self.rows], self.rows)
+        lines = ["\n" * (not (before.mark and row.mark)) + str(row) for before, row in pairs]
+        return "\n".join(lines).strip("\n")
 
     __repr__ = __str__  # in a notebook, beside the HTML
 
     def _repr_html_(self) -> str:
         """Return the box in the colours of its page, whatever they are."""
-        body = "".join(block.html for block in self.blocks)
+        body = "".join(row.html for row in self.rows)
         return f'{STYLE}<section class="p101g" aria-label="{escape(self.label)}">{body}</section>'
 
 
@@ -160,44 +193,39 @@ class ExerciseVerdict:
         ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {self.seconds:.1f} s"
         return f"{'Everything holds' if self.passed else 'Not right yet'}: {ran}."
 
-    def _blocks(self, points: str) -> Iterator[ReportBlock]:
+    @property
+    def _rows(self) -> Iterator[ReportRow]:
         exercise, mistake = self.exercise, self.misconception
-        title = f"{exercise.number} · {exercise.title}"
-        yield ReportBlock(
-            _line(f"{title}: {exercise.function}", points),
-            f'<div class="p101g-head"><strong class="p101g-title">{escape(title)}</strong>'
-            f'<span class="p101g-points">{points}</span></div>',
-        )
-        yield paragraph(self._summary, "")
-        if not self.not_written:
-            yield _findings(self.findings)
+        title = f"{exercise.number} · {exercise.title}: {exercise.function}"
+        yield ReportRow("head", title, right=self._points)
+        yield ReportRow("", text=self._summary)
+        for kind, says, passed, points, out_of, message in self.findings:
+            if not self.not_written:
+                right = f"{number(points)} of {number(out_of)}" if out_of else ""
+                look, mark = ("holds", "✓") if passed else ("fails", "✗")
+                yield ReportRow(look, says, message, right, f"{mark} {kind}")
         if mistake:
-            name = f"{capital(mistake.name)}."
-            yield ReportBlock(
-                "\n".join([f"  {name}", *_wrapped(mistake.says, 2)]),
-                f'<div class="p101g-mistake" role="note"><strong>{escape(name)}</strong> '
-                f"{escape(mistake.says)}</div>",
-            )
+            yield ReportRow("mistake", f"{capital(mistake.name)}.", mistake.says)
         if self.problem and not self.not_written:
             calls = [f"  {call}" for call in getattr(self.error, "calls", ())]
             text = "\n".join([self.problem, *(["called from:", *calls] if calls else [])])
-            drawn = self.picture is not None and isinstance(self.error, DeadlockError)
-            yield fold("What happened", text, opened=not drawn)
-        if self.predictions:
-            yield predictions_table(exercise, self.predictions)
+            yield ReportRow("fold", "What happened", text)
+        yield from (prediction_row(exercise, prediction) for prediction in self.predictions)
         if self.printed and self.shown:
-            yield fold(f"What the ranks printed, with {self.shown.case.label}", self.printed)
-        for said in filter(None, (self.suggestion, self.note)):
-            yield paragraph(said)
-        if self.picture:
-            text = f"  {self.caption}\n  {self.saved}" if self.saved else ""
-            yield ReportBlock(text, paragraph(self.caption).html)
+            title = f"What the ranks printed, with {self.shown.case.label}"
+            yield ReportRow("fold", title, self.printed)
+        caption = f"{self.caption}\n{self.saved or ''}" if self.picture else ""
+        for said in filter(None, (self.suggestion, self.note, caption)):
+            yield ReportRow("soft", text=said)
+
+    @property
+    def _points(self) -> str:
+        points = f"{number(self.points)} of {number(self.out_of)} points"
+        return "optional practice" if self.exercise.practice else points
 
     @property
     def card(self) -> Card:
-        points = f"{number(self.points)} of {number(self.out_of)} points"
-        points = "optional practice" if self.exercise.practice else points
-        return Card(f"{self.exercise.function}: {points}", list(self._blocks(points)))
+        return Card(f"{self.exercise.function}: {self._points}", list(self._rows))
 
     def __str__(self) -> str:
         return str(self.card)
@@ -206,24 +234,6 @@ class ExerciseVerdict:
 
     def _repr_html_(self) -> str:
         return self.card._repr_html_() + (self.picture.html() if self.picture else "")
-
-
-def _findings(findings: Sequence[Finding]) -> ReportBlock:
-    lines, rows = [], []
-    for finding in findings:
-        state, mark = ("holds", "✓") if finding.passed else ("fails", "✗")
-        points = f"{number(finding.points)} of {number(finding.out_of)}" if finding.out_of else ""
-        lines += [
-            _line(f"  {mark} {finding.kind:<8} {finding.says}", points).rstrip(),
-            *_wrapped(finding.message, 13),
-        ]
-        message = f'<div class="p101g-soft">{escape(finding.message)}</div>'
-        rows.append(
-            f'<td class="p101g-{state}" aria-label="{state}">{mark}</td>'
-            f'<td>{finding.kind}</td><td class="p101g-wide">{escape(finding.says)}'
-            f'{message * bool(finding.message)}</td><td class="p101g-number">{points}</td>'
-        )
-    return ReportBlock("\n".join(lines), table(("", "", "", "points"), rows))
 
 
 # ---- predictions and hints ----
@@ -243,51 +253,23 @@ class Prediction(NamedTuple):
             return abs(self.said - self.measured) <= 1e-9 * abs(self.measured)
         return str(self.said).strip().casefold() == str(self.measured).strip().casefold()
 
-    @property
-    def answers(self) -> tuple[str, str]:
-        """What the learner said, and what the run shows."""
-        ended = "it ended early"
-        mark = "✓" if self.agrees else "≠"
-        run = ended if self.measured is None else f"{self._with_unit(self.measured)} {mark}"
-        return self._with_unit(self.said), run
-
-    def _with_unit(self, value: Any) -> str:
+    def with_unit(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return str(value)
+            return "it ended early" if value is None else str(value)
         unit = self.question.unit
         return f"{number(value)} {unit.removesuffix('s') if value == 1 else unit}".rstrip()
 
 
-def predictions_table(exercise: Exercise, predictions: Sequence[Prediction]) -> ReportBlock:
-    """Return the questions, each with what the learner said and what the run shows."""
-    if not predictions:
-        return paragraph(f"{exercise.function} asks for no prediction.")
-    lines, rows = [], []
-    for prediction in predictions:
-        ask = prediction.question.ask
-        if prediction.said is None:
-            name = f"{set_name(Path(exercise.path))}.{exercise.function}"
-            call = f"predict({name}, {prediction.question.name}=…)"
-            answer, cells = (
-                f"predict first: {call}",
-                f'<td colspan="2"><code>{escape(call)}</code></td>',
-            )
-        else:
-            said, run = prediction.answers
-            answer = f"you said: {said} · your run: {run}"
-            cells = f"<td>{escape(said)}</td><td>{escape(run)}</td>"
-        lines.append(f"  {ask}\n    {answer}")
-        rows.append(f'<td class="p101g-wide">{escape(ask)}</td>{cells}')
-    return ReportBlock("\n".join(lines), table(("Predicted", "you said", "your run"), rows))
-
-
-def hints_card(exercise: Exercise, rung: int) -> Card:
-    """Return the first `rung` of an exercise's hints."""
-    total = len(exercise.hints)
-    given = enumerate(exercise.hints[:rung], start=1)
-    hints = [f"Hint {i} of {total}: {text}" for i, text in given]
-    said = [paragraph(line) for line in hints or [f"{exercise.function} has no hints."]]
-    return Card(f"{exercise.function}: hints", said)
+def prediction_row(exercise: Exercise, prediction: Prediction) -> ReportRow:
+    """Return a question with what the learner said and what the run shows."""
+    question, said, measured = prediction
+    name = f"{set_name(Path(exercise.path))}.{exercise.function}"
+    answer = f"predict first: predict({name}, {question.name}=…)"
+    if said is not None:
+        mark = "" if measured is None else " ✓" if prediction.agrees else " ≠"
+        run = f"{prediction.with_unit(measured)}{mark}"
+        answer = f"you said: {prediction.with_unit(said)} · your run: {run}"
+    return ReportRow("answer", question.ask, answer)
 
 
 # ---- pieces ----
@@ -302,67 +284,27 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def paragraph(text: str, look: str = ' class="p101g-soft"') -> ReportBlock:
-    return ReportBlock("\n".join(_wrapped(text, 2)), f"<p{look}>{escape(text)}</p>")
-
-
-def fold(title: str, text: str, opened: bool = True) -> ReportBlock:
-    """Return a block of text as it is, which a notebook can fold."""
-    summary = f"<summary>{escape(title)}</summary>"
-    return ReportBlock(
-        f"  {title}:\n{textwrap.indent(text, '    ')}",
-        f"<details{' open' * opened}>{summary}<pre>{escape(text)}</pre></details>",
-    )
-
-
-def table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    """Return an HTML table. The heads and the rows, which consist of cells, are HTML."""
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _line(left: str, right: str) -> str:
-    return f"{left:<{WIDTH - len(right) - 1}} {right}"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    space = " " * indent
-    wrapper = textwrap.TextWrapper(WIDTH - 12, initial_indent=space, subsequent_indent=space)
-    return [line for part in text.splitlines() for line in wrapper.wrap(part)]
-
-
-# Text and background are the page's own. Selectors with the name twice win over JupyterLab's, which
-# aligns the cells of tables to the right. The marks have a contrast of at least 3 against white and
+# Text and background are the page's own. The marks have a contrast of at least 3 against white and
 # against black.
 STYLE = """<style>
 .p101g { box-sizing: border-box; max-width: 960px; margin: 4px 0 12px; padding: 14px 20px;
   border: 1px solid #8899aa66; border-radius: 10px;
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   font-variant-numeric: tabular-nums }
-.p101g-head { display: flex; justify-content: space-between; align-items: baseline; gap: 16px }
-.p101g-title { font-size: 19px; font-weight: 650 }
-.p101g-points { font-size: 17px; font-weight: 600; white-space: nowrap }
-.p101g p { margin: 4px 0 8px }
-section.p101g.p101g table { width: 100%; margin: 8px 0; border: 0; border-collapse: collapse;
-  font-size: 14px; table-layout: auto }
-section.p101g.p101g tr, section.p101g.p101g tr:hover { background: none !important }
-section.p101g.p101g td, section.p101g.p101g th { padding: 5px 14px 5px 0; border: 0;
-  text-align: left; vertical-align: top; white-space: normal; max-width: none }
-section.p101g.p101g td { border-top: 1px solid #8899aa44 }
-section.p101g.p101g th { font-weight: 600; padding: 2px 14px 2px 0; white-space: nowrap }
-section.p101g.p101g code { padding: 0; font-size: 12.5px; background: none; color: inherit }
-section.p101g.p101g td.p101g-wide { width: 70% }
-section.p101g.p101g td.p101g-number { padding-right: 0; text-align: right; white-space: nowrap }
-section.p101g.p101g td.p101g-holds, section.p101g.p101g td.p101g-fails { width: 18px;
-  font-size: 16px; font-weight: 700 }
-section.p101g.p101g td.p101g-holds { color: #2a9150 }
-section.p101g.p101g td.p101g-fails { color: #d9570f }
-.p101g-soft { opacity: .78 }
+.p101g-row { display: flex; gap: 14px; margin: 4px 0; white-space: pre-line }
+.p101g-row > div { flex: 1 }
+.p101g-row > b:not(:empty) { min-width: 84px }
+.p101g-row > span { white-space: nowrap }
+.p101g-row strong { font-weight: 400 }
+.p101g-head { font-size: 18px }
+.p101g-head > *, .p101g-head strong, .p101g-mistake strong { font-weight: 600 }
+.p101g-holds, .p101g-fails, .p101g-answer { border-top: 1px solid #8899aa44; padding-top: 4px }
+.p101g-holds > b { color: #2a9150 }
+.p101g-fails > b { color: #d9570f }
+.p101g-soft, .p101g-holds > div div, .p101g-fails > div div { opacity: .78 }
 .p101g-mistake { margin: 10px 0; padding: 8px 14px; border-left: 4px solid #d9570f;
   background: #d9570f1a; border-radius: 0 6px 6px 0 }
-.p101g details { margin: 8px 0 }
-.p101g summary { cursor: pointer; font-weight: 600 }
+.p101g summary { margin-top: 8px; cursor: pointer; font-weight: 600 }
 .p101g pre { margin: 6px 0; padding: 8px 12px; overflow-x: auto; white-space: pre;
   background: #8899aa1a; border-radius: 6px; color: inherit;
   font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }

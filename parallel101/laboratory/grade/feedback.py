@@ -18,7 +18,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, capital, number, table
+from parallel101.laboratory.grade.exercise_report import (
+    STYLE,
+    ExerciseVerdict,
+    ReportRow,
+    capital,
+    number,
+)
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.publish.offline_page import offline_html
 
@@ -40,7 +46,10 @@ def write_page(
     student, total = str(result["student"]), f"{number(result['points'])} of {result['out_of']:g}"
     said = result["note"] if verdicts else result["exercises"][0]["problem"]
     problem = f"<p>{escape(said)}</p>" if said else ""
-    rows = [_row(entry, linked=bool(verdicts)) for entry in result["exercises"]]
+    rows = "".join(
+        f'<a href="#{entry["function"]}" style="all: unset">{_row(entry).html}</a>'
+        for entry in result["exercises"]
+    )
     body = "".join(
         f'<section id="{name}" style="margin-top: 40px">{verdict._repr_html_()}</section>'
         for name, verdict in verdicts.items()
@@ -49,7 +58,7 @@ def write_page(
     page = offline_html(
         f"{heading}: {student}",
         f"<main><h1>{escape(heading)}</h1><p>{escape(student)}: <b>{total} points</b></p>"
-        f"{problem}{table(('', 'Exercise', 'Points', ''), rows)}{body}</main>",
+        f"{problem}{STYLE}<section>{rows}</section>{body}</main>",
     )
     partial = path.with_name(f".{path.name}.part")
     with suppress(OSError):
@@ -58,18 +67,11 @@ def write_page(
         partial.replace(path)
 
 
-def _row(entry: dict[str, Any], linked: bool) -> str:
+def _row(entry: dict[str, Any]) -> ReportRow:
     points = f"{number(entry['points'])} of {entry['out_of']:g}" if entry["out_of"] else "practice"
     mistake = entry["misconception"]
-    why = [entry["reason"], *([mistake["name"]] if mistake else [])]
-    name = escape(entry["title"])
-    if linked:
-        name = f'<a href="#{entry["function"]}">{name}</a>'
-    return (
-        f"<td>{escape(entry['number'])}</td><td>{name}</td>"
-        f'<td class="number">{points}</td>'
-        f"<td>{escape(capital(': '.join(part for part in why if part)))}</td>"
-    )
+    why = ": ".join(filter(None, (entry["reason"], mistake["name"] if mistake else "")))
+    return ReportRow("answer", entry["title"], capital(why), points, entry["number"])
 
 
 def title(homework: HomeworkSet) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.laboratory.grade.exercise import Exercise, find
-from parallel101.laboratory.grade.exercise_report import Card, hints_card, predictions_table
+from parallel101.laboratory.grade.exercise_report import Card, ReportRow, prediction_row
 from parallel101.laboratory.grade.handed_in import read
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.laboratory.grade.learner import check_file, predicted
@@ -50,9 +50,12 @@ def hint(function: Callable[..., Any]) -> None:
     """
     exercise, homework = exercise_of(function)
     progress = Progress(homework.folder)
-    rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
+    total = len(exercise.hints)
+    rung = min(progress.get(exercise.function, "hints", 0) + 1, total)
     progress.note(exercise.function, hints=rung, failed=0)
-    _show(hints_card(exercise, rung))
+    given = [f"Hint {i} of {total}: {exercise.hints[i - 1]}" for i in range(1, rung + 1)]
+    given = given or [f"{exercise.function} has no hints."]
+    _show(Card(f"{exercise.function}: hints", [ReportRow("soft", text=text) for text in given]))
 
 
 def predict(function: Callable[..., Any], **answers: Any) -> None:
@@ -84,8 +87,9 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
     progress.note(exercise.function, predictions=given)
     with SubmissionRanks(exercise, read(homework.code, homework)) as ranks:
         shown, _ = predicted(ranks, progress)
-    table = predictions_table(exercise, shown)
-    _show(Card(f"{exercise.function}: predictions", [table]))
+    rows = [prediction_row(exercise, prediction) for prediction in shown]
+    rows = rows or [ReportRow("soft", text=f"{exercise.function} asks for no prediction.")]
+    _show(Card(f"{exercise.function}: predictions", rows))
 
 
 def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
