@@ -53,6 +53,7 @@ import struct
 import sys
 import sysconfig
 import tempfile
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -70,6 +71,10 @@ from parallel101.laboratory.record import torch_private
 OWN_FILES = os.path.realpath(PACKAGE)
 NO_PARALLEL101 = (
     "the homework is written with torch.distributed alone: parallel101 can't be imported in it"
+)
+NO_THREADS = (
+    "no thread can be started here, because its calls wouldn't be relayed: isend and irecv let "
+    "messages travel at the same time"
 )
 MOST_MEMORY = 2 << 30  # bytes that a rank may allocate
 MOST_WRITTEN = 1 << 24  # bytes of a file
@@ -183,7 +188,7 @@ def isolate(job: dict[str, Any]) -> str:
 
 
 class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Refuses parallel101, and imports the files that were handed in beside the learner's file.
+    """Imports the files that were handed in beside the learner's file.
 
     They come with the job, so no folder need be readable here. As for any program, they come before
     other modules of the same name.
@@ -195,11 +200,7 @@ class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] == "parallel101":
-            raise ImportError(NO_PARALLEL101)
-        if name not in self.files:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py")
+        return importlib.machinery.ModuleSpec(name, self) if name in self.files else None
 
     def exec_module(self, module: types.ModuleType) -> None:
         name = module.__name__
@@ -211,7 +212,8 @@ def close(job: dict[str, Any], library: str) -> None:
 
     `import parallel101` raises ImportError, since the learner writes what it would offer, and so
     does importing files of the grader's folders. What was handed in beside the learner's file can
-    be imported.
+    be imported. No thread can be started: the calls of several would reach the grader in an order
+    that changes from run to run, and so would the steps.
     """
     libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), library)
     sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]
@@ -221,11 +223,17 @@ def close(job: dict[str, Any], library: str) -> None:
     inside = os.path.join(OWN_FILES, "")
 
     def refuse(event: str, arguments: tuple) -> None:
+        if event == "import" and arguments[0].partition(".")[0] == "parallel101":
+            raise ImportError(NO_PARALLEL101)
         if event == "open" and isinstance(path := arguments[0], str | bytes):
             path = os.fsdecode(path)
             if "parallel101" in path and os.path.realpath(path).startswith(inside):
                 raise PermissionError(NO_PARALLEL101)
 
+    def no_thread(*_: Any) -> None:
+        raise RuntimeError(NO_THREADS)
+
+    threading.Thread.start = no_thread  # type: ignore[method-assign]
     sys.addaudithook(refuse)
     if job["closed"]:
         _only_own_files(job["scratch"])

@@ -23,7 +23,6 @@ import signal
 import socket
 import sys
 import sysconfig
-import threading
 import traceback
 import types
 from collections.abc import Sequence
@@ -45,7 +44,6 @@ from parallel101.laboratory.record.program_lines import caller, is_inside
 from parallel101.laboratory.record.signatures import flat, op_name, with_collectives
 from parallel101.spans import record_into
 
-PATIENCE = 0.5  # seconds
 # what is ready-made, by the folder of its files: the learner writes it, so it may send nothing
 READY_MADE = {
     os.path.join(OWN_FILES, "laboratory", ""): "",
@@ -119,7 +117,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             arguments = case["arguments"]
             tensors = {i: x for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
             before = {i: tensor_bytes(tensor) for i, tensor in tensors.items()}
-            connection.under_way, connection.patience = [], PATIENCE
+            connection.under_way = []
             random.seed(case["seed"])
             # torch.manual_seed also formats a stack for each kind of GPU
             torch.default_generator.manual_seed(case["seed"])
@@ -127,24 +125,19 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
                 sys.modules["numpy.random"].seed(case["seed"])
             result = exercise.program(function, *arguments)
             changed = [i for i, tensor in tensors.items() if tensor_bytes(tensor) != before[i]]
-            connection.let_threads_call()
             memory = {storage(tensor) for tensor in flat(result)}
             shared = [i for i, x in tensors.items() if x.numel() and storage(x) in memory]
             connection.send("result", result=result, changed=changed, shared=shared)
         except BaseException as error:
-            if isinstance(error, EOFError) or connection.closed:
-                raise
             connection.fail(error)
 
 
 @cache
-def origin(file: str) -> tuple[str, bool]:
-    """Return the ready-made package that a file belongs to, or "", and whether it is a program's.
-
-    That is one that neither torch nor Python has.
-    """
-    package = next((name for folder, name in READY_MADE.items() if file.startswith(folder)), "")
-    return package, not is_inside(file) and not file.startswith(LIBRARY)
+def origin(file: str) -> str | None:
+    """Return the ready-made package that a file belongs to; None for a program's own file."""
+    if not is_inside(file) and not file.startswith(LIBRARY):
+        return None
+    return next((name for folder, name in READY_MADE.items() if file.startswith(folder)), "")
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -171,35 +164,10 @@ class Connection:
         self.calls = 0
         self.spans = 0
         self.under_way: list[RelayWork] = []  # of the present case
-        self.closed = False
-        self.sending = threading.Lock()
-        self.patience = 0.0  # seconds of the present case in which other threads may still call
 
-    def send(self, kind: str, operation: str = "", **content: Any) -> None:
-        """Tell the grader of an operation.
-
-        Raises RuntimeError in a thread that the learner's code has started, after telling the
-        grader. The calls of several threads would reach it in an order that changes from run to
-        run, and so would the steps.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            error = RuntimeError(
-                f"{operation} was called from a thread that the code has started. Threads aren't "
-                "relayed: call torch.distributed where the function itself runs. isend and irecv "
-                "let messages travel at the same time"
-            )
-            self.fail(error, caller())
-            raise error
-        self._tell(kind, where=caller(), **content)
-
-    def _tell(self, kind: str, **content: Any) -> None:
-        """Send a frame, from any thread."""
-        with self.sending:
-            try:
-                frames.send(self.sock, kind, **content)
-            except OSError:
-                self.closed = True
-                raise
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell the grader of something, and where the learner's code does it."""
+        frames.send(self.sock, kind, **{"where": caller(), **content})
 
     def post(self, method: str, group: str, given: Sequence[Any], **options: Any) -> int:
         """Tell the grader of a call of a process group's method. Returns the call's number.
@@ -207,14 +175,13 @@ class Connection:
         The grader ends the run if the exercise doesn't allow the operation.
         """
         self.calls += 1
-        operation = operation_of(method)
-        about = {"method": method, "group": group, "by": self.ready_made() or operation}
-        self.send("call", operation, call=self.calls, given=given, options=options, **about)
+        about = {"method": method, "group": group, "by": self.ready_made() or operation_of(method)}
+        self.send("call", call=self.calls, given=given, options=options, **about)
         return self.calls
 
-    def ask(self, kind: str, operation: str, **content: Any) -> dict[str, Any]:
+    def ask(self, kind: str, **content: Any) -> dict[str, Any]:
         """Ask for something that only the grader knows, and wait for the answer."""
-        self.send(kind, operation, **content)
+        self.send(kind, **content)
         answer = frames.receive(self.sock)
         if answer.kind == "abort":
             raise Aborted
@@ -228,33 +195,22 @@ class Connection:
         through = ""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            package, of_a_program = origin(file := frame.f_code.co_filename)
-            if through and of_a_program:
+            file, frame = frame.f_code.co_filename, frame.f_back
+            if (package := origin(file)) is None and through:
                 return "" if file == self.program else through  # the exercise's own may call it
-            through, frame = through or package, frame.f_back
+            through = through or package or ""
         return ""
 
-    def let_threads_call(self) -> None:
-        """Wait a little for the learner's threads: a call of theirs is told before this goes on.
-
-        Otherwise it would depend on chance whether a deadlock is found before.
-        """
-        for thread in {*threading.enumerate()} - {threading.main_thread()}:
-            if not isinstance(thread, threading._DummyThread):
-                thread.join(self.patience)
-                if thread.is_alive():
-                    self.patience = 0.0
-
-    def fail(self, error: BaseException, place: str = "?") -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the grader of an exception that the learner's code raised."""
         calls = traceback.extract_tb(error.__traceback__)
         own = [call for call in calls if call.filename in (self.path, *self.files)]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else place
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "?"
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
         # torch raises it too, for an operation that a dtype or a device does not have
         by_learner = bool(calls) and calls[-1].filename == self.path
-        self._tell(
+        self.send(
             "failed",
             type=type(error).__name__,
             message=str(error)[:2000],
@@ -272,21 +228,20 @@ class Connection:
         The grader's clock is the one that counts, so this is only the span's number.
         """
         self.spans += 1
-        self._tell("begin", span=self.spans)
+        self.send("begin", span=self.spans)
         return self.spans
 
     def seconds(self) -> float:
         """Return the time on this rank's virtual clock, which only the grader knows."""
-        return float(self.ask("clock", "the clock")["seconds"])
+        return float(self.ask("clock")["seconds"])
 
     def add_span(
         self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
     ) -> None:
-        labels = {"span": start, "name": name, "labels": args, "waiting": waiting}
-        self._tell("end", where=caller(), **labels)
+        self.send("end", span=start, name=name, labels=args, waiting=waiting)
 
     def compute(self, seconds: float) -> None:
-        self._tell("compute", seconds=float(seconds))
+        self.send("compute", seconds=float(seconds))
 
     def unrecorded(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the grader records every call."""
@@ -359,9 +314,7 @@ class RelayWork(dist.Work):
 
     def _ask(self, kind: str) -> bool:
         if not self.done:
-            if threading.current_thread() is threading.main_thread():
-                self.connection.let_threads_call()
-            reply = self.connection.ask(kind, "wait", call=self.call)
+            reply = self.connection.ask(kind, call=self.call)
             self.done, self.source = reply["done"], reply["source"]
             if self.done:
                 for output, came in zip(self.outputs, reply["outputs"], strict=True):
@@ -420,7 +373,7 @@ class RelayGroup(torch_private.PythonGroup):
 
         A rank that is not in it gets None.
         """
-        self.connection.send("new_group", "new_group", ranks=list(ranks), group=group_name)
+        self.connection.send("new_group", ranks=list(ranks), group=group_name)
         within = self.connection.rank in ranks
         return RelayGroup(self.connection, group_name, ranks) if within else None
 
