@@ -230,7 +230,7 @@ def close(job: dict[str, Any], library: str) -> None:
             if "parallel101" in path and os.path.realpath(path).startswith(inside):
                 raise PermissionError(NO_PARALLEL101)
 
-    def no_thread(*_: Any) -> None:
+    def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError(NO_THREADS)
 
     threading.Thread.start = no_thread  # type: ignore[method-assign]
