@@ -233,7 +233,7 @@ def close(job: dict[str, Any], library: str) -> None:
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError(NO_THREADS)
 
-    threading.Thread.start = no_thread  # type: ignore[method-assign]
+    threading.Thread.start = no_thread  # type: ignore[assignment]
     sys.addaudithook(refuse)
     if job["closed"]:
         _only_own_files(job["scratch"])
