@@ -24,7 +24,8 @@ from parallel101.cost import (
 from parallel101.cost.parallel_layout import AVERAGES
 from parallel101.laboratory.planner.known_models import KNOWN_MODELS
 from parallel101.laboratory.planner.layout_rules import CHOICES, why_not
-from parallel101.laboratory.planner.search import most_of, smallest_gpus
+from parallel101.laboratory.planner.planned_layout import most_of
+from parallel101.laboratory.planner.search import smallest_gpus
 from parallel101.laboratory.publish.tools.memory_page import (
     GPUS,
     PARTS,
@@ -75,10 +76,9 @@ def some_shape(draw: random.Random) -> dict:
     return shape | {"name": "" if others else shape["name"]}
 
 
-def some_layout(draw: random.Random, shape: dict) -> dict:
+def some_layout(draw: random.Random) -> dict:
     others = draw.sample([*LAYOUTS], draw.randint(1, 7))
-    layout = asdict(ParallelLayout()) | {name: draw.choice(LAYOUTS[name]) for name in others}
-    return layout if shape["experts"] else layout | {"ep": 1}
+    return asdict(ParallelLayout()) | {name: draw.choice(LAYOUTS[name]) for name in others}
 
 
 def reason(shape: dict, layout: dict) -> str:
@@ -93,7 +93,7 @@ def reason(shape: dict, layout: dict) -> str:
 def test_bytes_and_refusals_are_pythons(browser):
     draw = random.Random(30)
     shapes = [some_shape(draw) for _ in range(MANY)]
-    given = [(shape, some_layout(draw, shape)) for shape in shapes]
+    given = [(shape, some_layout(draw)) for shape in shapes]
     ours = [reason(*pair) for pair in given]
     browser.js(RULES)
     theirs = browser.js(f"(given = {json.dumps(given)}).map(pair => memoryRules.whyNot(...pair))")
@@ -220,7 +220,7 @@ def test_copied_code_prints_the_pages_numbers(browser, page, capsys):
     browser.view(page)
     while seen < 12:
         shape = some_shape(draw)
-        layout = some_layout(draw, shape)
+        layout = some_layout(draw)
         if reason(shape, layout):
             continue
         seen += 1

@@ -49,7 +49,7 @@ def test_the_config_of_a_llama_on_hugging_face_is_read(tmp_path):
 
 
 WRONG = {
-    "not JSON: Expecting": "{",
+    "can't be read as JSON: Expecting": "{",
     "a JSON object": "[1, 2]",
     "the unknown key 'depth'": '{"width": 4, "depth": 2}',
     "no 'vocabulary'": '{"width": 4, "layers": 2, "heads": 2, "time": 8}',

@@ -18,7 +18,8 @@ from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.laboratory.planner.layout_rules import why_not
-from parallel101.laboratory.planner.search import NoLayoutError, most_of
+from parallel101.laboratory.planner.planned_layout import most_of
+from parallel101.laboratory.planner.search import NoLayoutError
 from parallel101.laboratory.planner.trainer_call import (
     as_text,
     call_text,
@@ -178,7 +179,9 @@ def test_long_sequences_are_cut_along_cp_with_a_fused_ring_or_the_trainers_own()
 
 
 WRONG = {
-    "device='H1000': expected one of 'A100', 'H100'": {"device": "H1000"},
+    "'H1000' is not in the table: expected one of": {"device": "H1000"},
+    "'TPU v5p'): expected a GPU with figures of its kernels": {"device": "TPU v5p"},
+    "ep is of experts, and this model has none": {"layout": {"ep": 2}},
     "unknown key 'zero'": {"layout": {"zero": 1}},
     "layout tp=0": {"layout": {"tp": 0}},
     "layout tp=True": {"layout": {"tp": True}},

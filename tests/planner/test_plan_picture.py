@@ -72,7 +72,7 @@ def test_no_text_leaves_the_card_or_covers_another(plan, narrow):
 def test_which_axes_stay_inside_a_node():
     layout = p101.cost.ParallelLayout(dp=4, tp=4, cp=2, pp=2)
     assert crossing(layout, 8) == [
-        "tp 4 and cp 2 stay inside a node, on NVLink.",
-        "dp 4 and pp 2 cross nodes, on the network.",
+        "Inside a node, on NVLink: tp 4 and cp 2.",
+        "Across nodes, on the network: dp 4 and pp 2.",
     ]
-    assert crossing(layout, 64) == ["tp 4, cp 2, dp 4 and pp 2 stay inside a node, on NVLink."]
+    assert crossing(layout, 64) == ["Inside a node, on NVLink: tp 4, cp 2, dp 4 and pp 2."]

@@ -12,7 +12,7 @@ src/transformers/models/llama/configuration_llama.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,7 @@ def shape_of_model(
     else:
         values, where = (model, "the model") if isinstance(model, Mapping) else read(str(model))
         try:
-            if "model_type" in values or "hidden_size" in values:
-                values = from_hugging_face(values)
-            check_keys(values)
-            shape = replace(ModelShape(**values), attention=attention)
+            shape = replace(ModelShape(**fields_of(values)), attention=attention)
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{where}: {error}") from None
     return shape if time is None else replace(shape, time=time)
@@ -97,68 +94,58 @@ def read(text: str) -> tuple[Mapping[str, Any], str]:
 
     Raises ValueError for anything else, and for a file that can't be read or isn't a JSON object.
     """
-    where, path = f"the model {text!r}", Path(text)
-    if text.count(",") >= 2:
-        try:
-            numbers = [int(part) for part in text.split(",")]
-            return dict(zip(NUMBERS, numbers, strict=True)), where
-        except ValueError:
-            raise ValueError(
-                f"{where}: expected five whole numbers h,L,a,V,s ({', '.join(NUMBERS)}), such as "
-                "12288,96,96,51200,2048"
-            ) from None
+    where, path, numbers = f"the model {text!r}", Path(text), text.split(",")
+    if len(numbers) == len(NUMBERS) and all(part.strip().isdecimal() for part in numbers):
+        return dict(zip(NUMBERS, map(int, numbers))), where
     if path.suffix != ".json" and not path.is_file():
         raise ValueError(
-            f"{where} is unknown: expected one of {', '.join(KNOWN_MODELS)}; a JSON file; "
-            f"or five numbers h,L,a,V,s ({', '.join(NUMBERS)})"
+            f"{where} is unknown: expected one of {', '.join(KNOWN_MODELS)}; a JSON file; or five "
+            f"whole numbers h,L,a,V,s ({', '.join(NUMBERS)}), such as 12288,96,96,51200,2048"
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:  # of the encoding, or of JSON
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    except (OSError, ValueError) as error:  # of the file, of the encoding, or of JSON
+        raise ValueError(f"{path} can't be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object with a model's keys")
     return {"name": path.stem, **found}, str(path)
 
 
-def check_keys(values: Mapping[str, Any]) -> None:
-    """Raise ValueError unless these are fields of a ModelShape, and all that it needs."""
-    allowed = {field.name: field for field in fields(ModelShape)}
-    needed = [name for name, field in allowed.items() if field.default is MISSING]
-    wrong = [f"the unknown key {key!r}" for key in sorted(set(values) - set(allowed))]
-    wrong += [f"no {key!r}" for key in needed if key not in values]
-    if wrong:
-        raise ValueError(
-            f"{wrong[0]}; expected {', '.join(needed)}, and, if they differ from a GPT's, "
-            f"{', '.join(name for name in allowed if name not in needed)}"
-        )
+def fields_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a ModelShape, also from the config.json of a LLaMA on Hugging Face.
 
-
-def from_hugging_face(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a LLaMA's shape, from its config.json.
-
-    Raises ValueError for other kinds of models, whose layers aren't those of models/llama.py.
+    Raises ValueError for unknown and for missing keys, and for other kinds of models, whose layers
+    aren't those of models/llama.py.
     """
-    # what LlamaConfig has if a key is missing, apart from sizes, which every file has
-    values = {"num_key_value_heads": None, "tie_word_embeddings": False, **found}
-    if (kind := found.get("model_type", "llama")) != "llama":
+    if "model_type" not in values and "hidden_size" not in values:
+        allowed = {field.name: field.default for field in fields(ModelShape)}
+        needed = [name for name, default in allowed.items() if default is MISSING]
+        unknown = [f"the unknown key {key!r}" for key in sorted(values) if key not in allowed]
+        others = ", ".join(name for name in allowed if name not in needed)
+        check_keys(values, needed, f"and, if they differ from a GPT's, {others}", unknown)
+        return values
+    if (kind := values.get("model_type", "llama")) != "llama":
         raise ValueError(
             f'a {kind!r} of Hugging Face; expected "llama", or the fields of ModelShape '
             f"({', '.join(NUMBERS)}, …)"
         )
-    if missing := [key for key in HUGGING_FACE if key not in values]:
-        raise ValueError(
-            f"no {missing[0]!r}; expected {', '.join(HUGGING_FACE)}, as in the config.json of a "
-            "LLaMA"
-        )
-    sizes = {ours: values[key] for key, ours in HUGGING_FACE.items()}
+    # what LlamaConfig has if a key is missing, apart from sizes, which every file has
+    given = {"num_key_value_heads": None, "tie_word_embeddings": False, **values}
+    check_keys(given, HUGGING_FACE, "as in the config.json of a LLaMA")
+    sizes = {ours: given[key] for key, ours in HUGGING_FACE.items()}
     head = sizes["width"] // sizes["heads"]
     for key, expected in {"head_dim": head, "attention_bias": False, "mlp_bias": False}.items():
-        if (value := found.get(key) or expected) != expected:
+        if (value := given.get(key) or expected) != expected:
             raise ValueError(
                 f"{key}={value!r}: expected {expected!r}, as other LLaMAs aren't known"
             )
-    name = str(found.get("_name_or_path", "")).rpartition("/")[2]
-    return {**LLAMA, **sizes, "name": name or found.get("name", "")}
+    name = str(given.get("_name_or_path", "")).rpartition("/")[2]
+    return {**LLAMA, **sizes, "name": name or given.get("name", "")}
+
+
+def check_keys(
+    values: Mapping[str, Any], needed: Iterable[str], others: str, wrong: Sequence[str] = ()
+) -> None:
+    """Raise ValueError if something is `wrong`, or one of the needed keys is missing."""
+    if wrong := [*wrong, *(f"no {key!r}" for key in needed if key not in values)]:
+        raise ValueError(f"{wrong[0]}; expected {', '.join(needed)}, {others}")

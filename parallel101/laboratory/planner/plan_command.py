@@ -13,15 +13,11 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-# those with plan's names and meanings
-PLAN_OPTIONS = (
-    *("gpus", "device", "batch_tokens", "memory", "nodes_of", "attention", "precision"),
-    *("layout", "top", "every", "ring", "time"),
-)
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMG]i?|Ki|)")
 
 
@@ -64,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "show several layouts of one mesh, too"
     parser.add_argument("--all", dest="every", action="store_true", help=words)
     words = "how many of them are then run on virtual GPUs"
-    add("simulate", "N", words, type=count, default=3)
+    add("simulate", "N", words, type=amount, default=3)
     add("json", "FILE", "write everything to this file", type=file_to_write())
     words = "write a picture: .svg, .html, or with Chromium .png"
     add("picture", "FILE", words, type=file_to_write(".svg", ".html", ".png"))
@@ -81,21 +77,19 @@ def main(args: argparse.Namespace) -> int:
     from parallel101.laboratory.planner.search import NoLayoutError
     from parallel101.laboratory.planner.training_plan import plan
 
+    options = {name: getattr(args, name) for name in signature(plan).parameters if name in args}
     try:
-        options = {name: getattr(args, name) for name in PLAN_OPTIONS}
-        found = plan(args.model, simulate=0, **options)
+        found = plan(**options | {"simulate": 0})
     except NoLayoutError as error:
         print(f"parallel101 plan: {error}", file=sys.stderr)
         return 1
     print(quick_text(found), end="", flush=True)
     found = found.simulate(args.simulate)
     print(simulated_text(found), end="")
-    if args.json:
-        found.save(args.json)
-        print(f"\nWrote {args.json}.")
-    if args.picture:
-        found.picture().save(args.picture)
-        print(f"{'' if args.json else chr(10)}Wrote {args.picture}.")
+    files = {args.json: found.save, args.picture: lambda path: found.picture().save(path)}
+    for path, write in files.items():
+        if path:
+            print(f"\nWrote {write(path)}.")
     return 0
 
 
@@ -139,17 +133,13 @@ def amount(text: str) -> int:
     Raises ArgumentTypeError for anything else.
     """
     matched = AMOUNT.fullmatch(text.replace(",", "").replace("_", ""))
-    value = float(matched[1]) * UNITS[matched[2]] if matched else 0.0
-    if value <= 0 or value != int(value):
+    value = float(matched[1]) * UNITS[matched[2]] if matched else None
+    if value is None or value % 1:
         raise argparse.ArgumentTypeError(
             f"{text} is not an amount; expected a whole number, with k, M, G, Ki, Mi or Gi if you "
             "like"
         )
     return int(value)
-
-
-def count(text: str) -> int:
-    return 0 if text == "0" else amount(text)
 
 
 def memory(text: str) -> int:

@@ -10,9 +10,12 @@ from typing import Any
 
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
-from parallel101.laboratory.planner.layout_rules import AXES
-from parallel101.laboratory.planner.planned_layout import PlannedLayout, RankedLayouts
-from parallel101.laboratory.planner.search import layout_text
+from parallel101.laboratory.planner.planned_layout import (
+    PlannedLayout,
+    RankedLayouts,
+    fixed_words,
+    layout_text,
+)
 from parallel101.laboratory.planner.trainer_call import why_no_model
 from parallel101.laboratory.record.units import decimal_bytes, human_seconds
 from parallel101.laboratory.viz.run_table import TextTable, as_text
@@ -35,81 +38,13 @@ NOT_MODELLED = {
 }
 
 
-# ── text ──
-
-
-def quick_text(plan: RankedLayouts) -> str:
-    """Return the tables of the quick model, for a terminal of about 130 columns."""
-    best = plan.best
-    reason = why_no_model(best.shape)
-    call = f"No model can be built: {reason}." if reason else best.call
-    assumed = [[what, text] for what, text in NOT_MODELLED.items()]
-    head = ["", "what the plan assumes, or leaves to you"]
-    parts = [
-        heading(plan),
-        as_text(layouts_table(plan)),
-        as_text(time_table(best)),
-        as_text(memory_table(best)),
-        "The HybridTrainer that has layout 1, on each rank\n"
-        + textwrap.indent(call, "  ").rstrip(),
-        as_text(TextTable("Not modelled", head, assumed, 0)),
-    ]
-    if plan.why_not:
-        rows = [
-            [f"{why.count:,}", why.of, why.reason, layout_text(why.example)] for why in plan.why_not
-        ]
-        head = ["", "", "why", "for example"]
-        parts.insert(-1, as_text(TextTable("Refused", head, rows, 1)))
-    return "\n\n".join(parts) + "\n"
-
-
-def simulated_text(plan: RankedLayouts) -> str:
-    """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
-    rows, seconds, failed = [], {}, []
-    for number, of in enumerate(plan, 1):
-        if of.not_simulated:
-            failed.append(f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}")
-        if step := of.simulated:
-            seconds[str(number)] = step.seconds
-            took = f"{human_seconds(step.seconds)} ({of.difference:+.1%})"
-            peaks = [decimal_bytes(step.peak_bytes[stage]) for stage in (0, -1)]
-            shown = [human_seconds(of.own_seconds), took, f"{step.mfu:.1%}", *peaks]
-            rows.append([str(number), *shown, layout_text(of.layout)])
-    head = ["", "quick model", "simulated", "MFU", "first", "last", "layout"]
-    order = sorted(seconds, key=seconds.__getitem__)
-    note = f"The order changes: {', '.join(order)}."
-    note = "The order stays." if order == [*seconds] else note
-    title = "The same steps on virtual GPUs, by the trainer itself, with its memory counted"
-    title += " and its own ring attention" * bool(ring_note(plan))
-    table = as_text(TextTable(title, head, rows, 6, note if len(rows) > 1 else ""))
-    return "".join(f"\n{part}\n" for part in [table] * bool(rows) + failed)
-
-
-def heading(plan: RankedLayouts) -> str:
-    """Return the model, the cluster and the batch, in two lines."""
-    shape, cluster = plan.shape, plan.cluster
-    count, nodes = shape.parameters, cluster.gpus / cluster.nodes_of
-    large = f"{count / 1e9:,.1f} billion" if count >= 1e8 else f"{count:,}"
-    where = f" in {nodes:,.0f} nodes of {cluster.nodes_of}" if nodes > 1 else " in a node"
-    return (
-        f"{model_words(plan)}: {large} parameters, {shape.layers} layers of width "
-        f"{shape.width:,}, samples of {shape.time:,} tokens\n"
-        f"{gpus_words(plan)}{where}, {decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
-        f"sample{'s' * (plan.batch > 1)} or {plan.batch * shape.time:,} tokens a step; "
-        f"{plan.best.layout.precision}"
-    )
-
-
-def model_words(plan: RankedLayouts) -> str:
-    return plan.shape.name or "The model"
-
-
-def gpus_words(plan: RankedLayouts) -> str:
-    return f"{plan.cluster.gpus:,} {plan.cluster.chip.name}{'s' * (plan.cluster.gpus > 1)}"
-
-
-# of the table of layouts, after the axes
+# the columns of the table of layouts
 COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
+    "dp": lambda of: str(of.layout.dp),
+    "tp": lambda of: str(of.layout.tp),
+    "pp": lambda of: str(of.layout.pp),
+    "cp": lambda of: str(of.layout.cp),
+    "ep": lambda of: str(of.layout.ep),
     "microbatch": lambda of: f"{of.layout.microbatch} × {of.layout.microbatches}",
     "chunks": lambda of: str(of.layout.chunks),
     "ZeRO": lambda of: str(of.layout.zero_stage),
@@ -126,24 +61,69 @@ COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
 USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
 
 
+# ── text ──
+
+
+def quick_text(plan: RankedLayouts) -> str:
+    """Return the tables of the quick model, for a terminal of about 130 columns."""
+    best, shape, cluster = plan.best, plan.shape, plan.cluster
+    count, nodes, reason = shape.parameters, cluster.gpus / cluster.nodes_of, why_no_model(shape)
+    large = f"{count / 1e9:,.1f} billion" if count >= 1e8 else f"{count:,}"
+    where = f" in {nodes:,.0f} nodes of {cluster.nodes_of}" if nodes > 1 else " in a node"
+    call = textwrap.indent(f"No model can be built: {reason}." if reason else best.call, "  ")
+    parts = [
+        f"{plan.model}: {large} parameters, {shape.layers} layers of width {shape.width:,}, "
+        f"samples of {shape.time:,} tokens\n{plan.gpus}{where}, "
+        f"{decimal_bytes(cluster.memory_bytes)} each; {plan.batch:,} "
+        f"sample{'s' * (plan.batch > 1)} or {plan.batch * shape.time:,} tokens a step; "
+        f"{best.layout.precision}",
+        *map(as_text, (layouts_table(plan), time_table(best), memory_table(best))),
+        f"The HybridTrainer that has layout 1, on each rank\n{call}".rstrip(),
+    ]
+    rows = [[f"{of.count:,}", of.of, of.reason, layout_text(of.example)] for of in plan.why_not]
+    tables = [TextTable("Refused", ["", "", "why", "for example"], rows, 1)] * bool(rows)
+    rows = [[what, text] for what, text in NOT_MODELLED.items()]
+    head = ["", "what the plan assumes, or leaves to you"]
+    tables.append(TextTable("Not modelled", head, rows, 0))
+    return "\n\n".join([*parts, *map(as_text, tables)]) + "\n"
+
+
+def simulated_text(plan: RankedLayouts) -> str:
+    """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
+    seconds, rows, failed = {}, [], []
+    for number, of in enumerate(plan, 1):
+        if of.not_simulated:
+            failed.append(f"Layout {number} couldn't be run on virtual GPUs: {of.not_simulated}")
+        if step := of.simulated:
+            seconds[str(number)] = step.seconds
+            took = f"{human_seconds(step.seconds)} ({of.difference:+.1%})"
+            peaks = [decimal_bytes(step.peak_bytes[stage]) for stage in (0, -1)]
+            shown = [human_seconds(of.own_seconds), took, f"{step.mfu:.1%}", *peaks]
+            rows.append([str(number), *shown, layout_text(of.layout)])
+    order = sorted(seconds, key=seconds.__getitem__)
+    note = "The order stays."
+    if order != [*seconds]:
+        note = f"The order changes: {', '.join(order)}."
+    title = "The same steps on virtual GPUs, by the trainer itself, with its memory counted"
+    title += " and its own ring attention" * bool(ring_note(plan))
+    head = ["", "quick model", "simulated", "MFU", "first", "last", "layout"]
+    table = as_text(TextTable(title, head, rows, 6, note if len(rows) > 1 else ""))
+    return "".join(f"\n{part}\n" for part in [table] * bool(rows) + failed)
+
+
 def layouts_table(plan: RankedLayouts) -> TextTable:
     """Return a table with one row for each of the best layouts."""
-    columns = {axis: [str(getattr(of.layout, axis)) for of in plan] for axis in AXES}
-    columns |= {name: [text(of) for of in plan] for name, text in COLUMNS.items()}
-    head = [
-        name
-        for name, cells in columns.items()
-        if any(cells) and not (name in USED and {*cells} <= {"0", "1"})
-    ]
-    rows = zip(map(str, range(1, len(plan) + 1)), *(columns[name] for name in head))
-    fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
+    columns = {name: [text(of) for of in plan] for name, text in COLUMNS.items()}
+    for name, cells in list(columns.items()):
+        if not any(cells) or (name in USED and {*cells} <= {"0", "1"}):
+            del columns[name]
     title = f"The best {len(plan)} of {plan.tried:,} layouts" if plan.tried > 1 else "The layout"
     title += ", one of each mesh" * (1 < len(plan) == len({of.layout.mesh for of in plan}))
     return TextTable(
-        f"{title}{f' with {fixed}' if fixed else ''}, by the quick model",
-        ["", *head],
-        [list(row) for row in rows],
-        numbers=1 + len({*head} - {"recompute", "along time"}),
+        f"{title}{fixed_words(plan)}, by the quick model",
+        ["", *columns],
+        [[str(number), *cells] for number, cells in enumerate(zip(*columns.values()), 1)],
+        numbers=1 + len({*columns} - {"recompute", "along time"}),
         note="first, last: the memory that a GPU of the first and of the last stage needs.\n"
         f"  range: {plan.cluster.kernels.runs_words}.{ring_note(plan)}",
     )
@@ -171,24 +151,18 @@ def time_table(of: PlannedLayout) -> TextTable:
     most = of.parts["matmul"] == max(of.parts.values())
     besides = most and not of.time.limit.startswith("the tensor cores")
     note = f"What limits it{' besides the products' * besides}: {of.time.limit}."
-    return TextTable(
-        f"Time of layout 1: {layout_text(of.layout)}",
-        ["seconds", "share", "goes to"],
-        rows,
-        2,
-        note,
-    )
+    title = f"Time of layout 1: {layout_text(of.layout)}"
+    return TextTable(title, ["seconds", "share", "goes to"], rows, 2, note)
 
 
 def memory_table(of: PlannedLayout) -> TextTable:
     """Return a table of what fills the memory of a GPU of the first and of the last stage."""
     have = of.cluster.memory_bytes
-    words = [*PARTS.values(), "at the peak of all together", f"headroom of {decimal_bytes(have)}"]
-    columns = [
-        [*(getattr(stage, name) for name in PARTS), stage.total, have - stage.total]
-        for stage in (of.memory[0], of.memory[-1])
-    ]
-    rows = [[*map(decimal_bytes, row), name] for *row, name in zip(*columns, words)]
+    words = PARTS | {"total": "at the peak of all together"}
+    ends = of.memory[0], of.memory[-1]
+    rows = [[*(decimal_bytes(getattr(end, n)) for end in ends), text] for n, text in words.items()]
+    left = [decimal_bytes(have - end.total) for end in ends]
+    rows.append([*left, f"headroom of {decimal_bytes(have)}"])
     return TextTable("Memory of layout 1", ["first stage", "last stage", ""], rows, 2)
 
 

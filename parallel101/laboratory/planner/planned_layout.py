@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from parallel101.cost.cluster import Cluster
@@ -15,14 +18,11 @@ from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING
 from parallel101.cost.step_memory import StageMemory
 from parallel101.cost.step_time import StepTime, step_time
-from parallel101.laboratory.planner.trainer_call import build_trainer, call_text
+from parallel101.laboratory.planner.trainer_call import call_text, mesh_of, trainer_options
+from parallel101.trainers.hybrid import HybridTrainer
 
 if TYPE_CHECKING:
     from parallel101.laboratory.planner.simulated_step import SimulatedStep
-
-
-def most_of(memory: tuple[StageMemory, ...]) -> float:
-    return max(stage.total for stage in memory)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class PlannedLayout:
         memory: peak bytes on each rank along pp, see cost/step_memory.py.
         simulated: the step on virtual GPUs; None if it was not run.
         not_simulated: why the run failed, if it did.
+        shape, layout, cluster, seconds, parts, mfu, tokens_per_second: those of `time`. Of
+            communication, only what nothing hides counts.
     """
 
     time: StepTime
@@ -41,36 +43,13 @@ class PlannedLayout:
     simulated: SimulatedStep | None = None
     not_simulated: str = ""
 
-    @property
-    def shape(self) -> ModelShape:
-        return self.time.shape
-
-    @property
-    def layout(self) -> ParallelLayout:
-        return self.time.layout
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.time.cluster
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of a step, by the quick model."""
-        return self.time.seconds
-
-    @property
-    def mfu(self) -> float:
-        """The model's FLOPs over what the GPUs could do in this time."""
-        return self.time.mfu
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.time.tokens_per_second
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds of each part by name, `seconds` in sum. Only exposed communication counts."""
-        return self.time.parts
+    shape = property(lambda self: self.time.shape)
+    layout = property(lambda self: self.time.layout)
+    cluster = property(lambda self: self.time.cluster)
+    seconds = property(lambda self: self.time.seconds)
+    parts = property(lambda self: self.time.parts)
+    mfu = property(lambda self: self.time.mfu)
+    tokens_per_second = property(lambda self: self.time.tokens_per_second)
 
     @property
     def most(self) -> float:
@@ -102,14 +81,30 @@ class PlannedLayout:
 
     def trainer(
         self, model: Any, loss_fn: Any, optimizer: Callable[..., Any], **others: Any
-    ) -> Any:
+    ) -> HybridTrainer:
         """Return the HybridTrainer of this layout. Every rank calls it.
 
         Args:
             model, loss_fn, optimizer: as HybridTrainer takes them.
             others: more of its options, such as clip_norm.
+
+        Raises ValueError if the number of ranks is another.
         """
-        return build_trainer(self.shape, self.layout, model, loss_fn, optimizer, **others)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks != self.layout.gpus:
+            raise ValueError(
+                f"the layout is for {self.layout.gpus:,} GPUs, and there are {ranks:,} ranks: "
+                "expected as many. Plan again with this number of GPUs"
+            )
+        sizes = mesh_of(self.layout)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        options = trainer_options(self.shape, self.layout) | others
+        return HybridTrainer(model, loss_fn, optimizer, mesh=mesh, **options)
+
+
+def most_of(memory: tuple[StageMemory, ...]) -> float:
+    return max(stage.total for stage in memory)
 
 
 @dataclass(frozen=True)
@@ -143,6 +138,16 @@ class RankedLayouts:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def model(self) -> str:
+        """The model in words."""
+        return self.shape.name or "The model"
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs in words, such as "1,024 H100s"."""
+        return f"{self.cluster.gpus:,} {self.cluster.chip.name}{'s' * (self.cluster.gpus > 1)}"
+
+    @property
     def best(self) -> PlannedLayout:
         return self.layouts[0]
 
@@ -154,6 +159,31 @@ class RankedLayouts:
 
     def __len__(self) -> int:
         return len(self.layouts)
+
+
+def fixed_words(plan: RankedLayouts) -> str:
+    """Return what is fixed, such as " with tp=8, recompute=full"; "" for nothing."""
+    fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
+    return f" with {fixed}" if fixed else ""
+
+
+def layout_text(layout: ParallelLayout) -> str:
+    """Return a layout in one line: "dp 16 · tp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
+    return " · ".join(layout_words(layout))
+
+
+def layout_words(layout: ParallelLayout) -> tuple[str, str]:
+    """Return a layout's axes, and its other options, as text."""
+    axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
+    words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
+    words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
+    words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
+    words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
+    words += ["sequence parallel"] * layout.sequence_parallel
+    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+    words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
+    words += ["no overlap"] * (not layout.overlap)
+    return " · ".join(axes) or "1 GPU", " · ".join(words)
 
 
 def bar(items: Sequence[Any], text: str, progress: bool) -> tqdm:

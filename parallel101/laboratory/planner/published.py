@@ -55,7 +55,7 @@ from parallel101.cost.software import (
 )
 from parallel101.cost.step_time import StepTime, step_time
 from parallel101.laboratory.planner.known_models import LLAMA
-from parallel101.laboratory.planner.search import layout_text
+from parallel101.laboratory.planner.planned_layout import layout_text
 
 # our name of a column → how tables call it
 COLUMNS = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
 from parallel101.cost.cluster import Cluster
@@ -22,6 +21,7 @@ from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.layout_rules import (
     Refusals,
     can_be_staged,
+    choices,
     divisors,
     layouts_of,
     meshes_of,
@@ -32,6 +32,8 @@ from parallel101.laboratory.planner.planned_layout import (
     RankedLayouts,
     WhyNot,
     bar,
+    fixed_words,
+    layout_text,
     most_of,
 )
 from parallel101.laboratory.record.units import decimal_bytes
@@ -98,7 +100,11 @@ def search(
         slowest = time.seconds
         if key not in best or one.most < best[key].most:
             best[key] = one
-    why_not = [*counted(of_meshes, "meshes"), *counted(of_layouts, "layouts")]
+    why_not = []
+    for refused, what in ((of_meshes, "meshes"), (of_layouts, "layouts")):
+        example = dict(reversed(refused))  # the first of each reason
+        counts = Counter(reason for reason, _ in refused).most_common()
+        why_not += [WhyNot(reason, count, what, example[reason]) for reason, count in counts]
     smallest = min(too_large, key=lambda one: one.most, default=None)
     if smallest:
         reason = "fast enough, and don't fit"
@@ -111,13 +117,6 @@ def search(
     return plan
 
 
-def counted(refused: Refusals, of: str) -> list[WhyNot]:
-    """Return how many were refused for each reason, the most frequent first."""
-    first = dict(reversed(refused))  # of each reason
-    counts = Counter(reason for reason, _ in refused)
-    return [WhyNot(reason, count, of, first[reason]) for reason, count in counts.most_common()]
-
-
 # ── if nothing fits ──
 
 
@@ -126,32 +125,27 @@ def nothing_fits(plan: RankedLayouts, smallest: PlannedLayout | None) -> NoLayou
 
     Args: smallest: the layout that needs the least memory, if there is one.
     """
-    shape, cluster, batch = plan.shape, plan.cluster, plan.batch
-    where = f"{cluster.gpus:,} {cluster.chip.name}{'s' * (cluster.gpus > 1)}"
-    name = shape.name or "the model"
-    fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
-    fixed = f" with {fixed}" if fixed else ""
+    shape, cluster, batch, have = plan.shape, plan.cluster, plan.batch, plan.cluster.memory_bytes
+    fixed = fixed_words(plan)
     if smallest is None:
         why = "; ".join(f"{row.reason} ({row.count:,}×)" for row in plan.why_not)
         why = why or "the sizes of the axes don't multiply to the GPUs"
         return NoLayoutError(
-            f"{name} can't be laid out on {where} with {batch:,} samples a step{fixed}: {why}. "
-            "Expected numbers that divide each other: change the number of GPUs, the batch, or "
-            "what the layout fixes"
+            f"{plan.model} can't be laid out on {plan.gpus} with {batch:,} samples a step{fixed}: "
+            f"{why}. Expected numbers that divide each other: change the number of GPUs, the "
+            "batch, or what the layout fixes"
         )
-    have, refused, most = cluster.memory_bytes, plan.why_not[-1], smallest.most
     kept = {**plan.fixed, "precision": smallest.layout.precision}
     least = smallest_gpus(shape, cluster, batch, kept)
-    advice = (
-        f"The smallest number of GPUs that would do is {least:,}"
-        if least is not None
-        else "More GPUs wouldn't help: use GPUs with more memory, a smaller batch or model, or fix "
-        "less of the layout"
-    )
+    advice = f"The smallest number of GPUs that would do is {least or 0:,}"
+    if least is None:
+        advice = "More GPUs wouldn't help: use GPUs with more memory, a smaller batch or model, or "
+        advice += "fix less of the layout"
     return NoLayoutError(
-        f"{name} fits on {where} with {decimal_bytes(have)} each in none of {refused.count:,} "
-        f"layouts{fixed}. The smallest needs {decimal_bytes(most)}, {decimal_bytes(most - have)} "
-        f"more than there is: {layout_text(smallest.layout)}. {advice}",
+        f"{plan.model} fits on {plan.gpus} with {decimal_bytes(have)} each in none of "
+        f"{plan.why_not[-1].count:,} layouts{fixed}. The smallest needs "
+        f"{decimal_bytes(smallest.most)}, {decimal_bytes(smallest.most - have)} more than there "
+        f"is: {layout_text(smallest.layout)}. {advice}",
         least,
     )
 
@@ -164,56 +158,23 @@ def smallest_gpus(
     With more GPUs a rank's share of the weights is smaller, but a batch has only so many samples to
     share, and a model so many layers and heads: None if no number would do.
     """
-    per_node = cluster.nodes_of
-    for mesh in meshes_by_size(shape, batch, fixed, per_node):
-        gpus = mesh.gpus
-        whole = gpus <= per_node or gpus % per_node == 0
-        if gpus <= cluster.gpus or not whole or why_not_mesh(shape, mesh, batch, fixed):
-            continue
-        # the options with which a mesh needs the least memory; ZeRO's stage is left open
-        lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1, **fixed}
-        if "microbatches" not in fixed:
-            lean = {"microbatch": 1, **lean}
-        for layout in layouts_of(shape, mesh, batch, lean, []):
-            if most_of(step_memory(shape, layout)) <= cluster.memory_bytes:
-                return gpus
-    return None
-
-
-def meshes_by_size(
-    shape: ModelShape, batch: int, fixed: Mapping[str, Any], per_node: int
-) -> list[ParallelLayout]:
-    """Return all meshes on which the model could be trained, by their number of GPUs."""
     stages = sorted({*divisors(shape.layers), *divisors(shape.layers + 2)})
-    axes: dict[str, Any] = {
-        "tp": [n for n in divisors(shape.kv) if n <= per_node],
+    axes = {
+        "tp": [n for n in divisors(shape.kv) if n <= cluster.nodes_of],
         "pp": [n for n in stages if can_be_staged(shape.layers, n)],
         "cp": [1, *(n for n in divisors(shape.time // 2) if 1 < n <= 32)],
         "ep": divisors(shape.experts) if shape.experts else [1],
         "dp": divisors(batch),
     }
-    axes |= {axis: [fixed[axis]] for axis in axes if axis in fixed}
-    every = [ParallelLayout(**dict(zip(axes, sizes))) for sizes in product(*axes.values())]
-    return sorted(every, key=lambda mesh: mesh.gpus)
-
-
-# ── in words ──
-
-
-def layout_text(layout: ParallelLayout) -> str:
-    """Return a layout in one line: "dp 16 · tp 8 · microbatch 1 × 32 · 2 chunks · ZeRO 1"."""
-    return " · ".join(layout_words(layout))
-
-
-def layout_words(layout: ParallelLayout) -> tuple[str, str]:
-    """Return a layout's axes, and its other options, as text."""
-    axes = [f"{a} {n}" for a in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(layout, a)) > 1]
-    words = [f"microbatch {layout.microbatch} × {layout.microbatches}"]
-    words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
-    words += [f"{layout.schedule}"] * (layout.schedule not in ("1f1b", "interleaved"))
-    words += [f"ZeRO {layout.zero_stage}"] * (layout.zero_stage > 0)
-    words += ["sequence parallel"] * layout.sequence_parallel
-    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
-    words += [layout.context] * (layout.cp > 1 and layout.context != "zigzag")
-    words += ["no overlap"] * (not layout.overlap)
-    return " · ".join(axes) or "1 GPU", " · ".join(words)
+    meshes = [ParallelLayout(**sizes) for sizes in choices(axes, fixed)]
+    for mesh in sorted(meshes, key=lambda mesh: mesh.gpus):
+        whole = mesh.gpus <= cluster.nodes_of or mesh.gpus % cluster.nodes_of == 0
+        if mesh.gpus <= cluster.gpus or not whole or why_not_mesh(shape, mesh, batch, fixed):
+            continue
+        # the options with which a mesh needs the least memory; ZeRO's stage is left open
+        lean = {"recompute": "full", "sequence_parallel": mesh.tp > 1, "chunks": 1, **fixed}
+        lean = lean if "microbatches" in fixed else {"microbatch": 1, **lean}
+        for layout in layouts_of(shape, mesh, batch, lean, []):
+            if most_of(step_memory(shape, layout)) <= cluster.memory_bytes:
+                return mesh.gpus
+    return None

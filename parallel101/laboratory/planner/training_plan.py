@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.hardware import CHIPS
+from parallel101.cost.hardware import chip_of
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING, TRAINERS
@@ -133,14 +133,7 @@ def plan(
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     shape = shape_of_model(name, time=time, attention=attention)
-    known = {chip.name.casefold(): chip for chip in CHIPS.values() if chip.kernels is not None}
-    if (chip := known.get(str(device).casefold())) is None:
-        raise ValueError(
-            f"device={device!r}: expected one of "
-            f"{', '.join(repr(chip.name) for chip in known.values())}, whose kernels are in "
-            "cost/hardware.py"
-        )
-    cluster = Cluster(chip, gpus, nodes_of, memory)
+    cluster = Cluster(chip_of(device), gpus, nodes_of, memory)
     if gpus > nodes_of and gpus % nodes_of:
         raise ValueError(
             f"{gpus:,} GPUs aren't whole nodes of {nodes_of}: expected a multiple, such as "
