@@ -26,8 +26,8 @@ from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.viz.captions import Captions, draw_caption, matrix_sentence
+from parallel101.laboratory.viz.grid import GONE, Cell, Grid
 from parallel101.laboratory.viz.grid import STYLE as MARKS
-from parallel101.laboratory.viz.grid import Grid
 from parallel101.laboratory.viz.scene import Box, Node, Scene, Stop, check_ranks
 
 MOST_RANKS, MOST_BLOCKS = 16, 16
@@ -39,7 +39,6 @@ STYLE = (
     ".unused{fill:none;stroke:var(--line);stroke-dasharray:3 3}.small .flight{transform:none}"
     "text.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
 )
-Cell = tuple[int, int]  # row and column in a matrix
 
 
 class Flight(NamedTuple):
@@ -204,11 +203,12 @@ def _summed(replay: Replay, block: ChunkPart) -> bool:
 def _marks(parent: Node, grid: Grid, replay: Replay, block: ChunkPart, cell: Cell) -> None:
     """Draw the letter of a sum, and what it lacks or contains more than once."""
     assert block.chunk is not None
-    place, stripes = grid.inside(*cell), replay.chunks[block.chunk].stripes
-    twice = {k: block.counts[rank] for k, rank in enumerate(stripes) if block.counts[rank] > 1}
-    missing = map(stripes.index, lacks(replay, replay.ranks[cell[0]], block.chunk))
+    place, counts, row = grid.inside(*cell), block.counts, replay.ranks[cell[0]]
+    gone, stripes = lacks(replay, row, block.chunk), replay.chunks[block.chunk].stripes
+    twice = any(counts[rank] > 1 for rank in stripes)
     high = place[3] > 30  # room for the flags below the letter
-    grid.faults(parent, *cell, twice, missing, len(stripes), place[3] - 10 if high else None)
+    faults = [f"×{counts[r]}" if counts[r] > 1 else GONE if r in gone else "" for r in stripes]
+    grid.faults(parent, cell, faults, place[3] - 10 if high else None)
     if not twice or high:
         inside = (*place[:3], place[3] * (0.56 if twice else 1.0))
         label = replay.chunks[block.chunk].label

@@ -16,7 +16,6 @@ only if the messages prove it. The last sentence of a picture, its verdict, come
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
 
 from parallel101.laboratory.analysis.replay import START, ChunkPart, Replay, is_transposed
 from parallel101.laboratory.analysis.verdict import Verdict, chunk_name, data_of
@@ -194,34 +193,48 @@ class Captions:
 
     def step(self, step: int) -> str:
         """Return the sentence of a step: who sends what to whom, and what receivers do with it."""
-        replay = self.replay
-        indices = replay.in_step(step)
-        route = route_of(replay, indices)
+        replay, indices = self.replay, self.replay.in_step(step)
+        pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in indices}
+        senders, receivers = (sorted({pair[k] for pair in pairs}) for k in (0, 1))
+        n, everyone = len(replay.ranks), senders == replay.ranks
+        ring = everyone and replay.topology.kind == "ring"
+        exchange = not ring and len(pairs) > 1 and all((dst, src) in pairs for src, dst in pairs)
+        who = "each rank" if everyone else ranks_text(senders)
+        send = "sends" if everyone or len(senders) == 1 else "send"
+        to = ranks_text(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
+        if ring:  # the right neighbour of a rank is the one with the next higher number
+            place = replay.ranks.index
+            shifts = {(place(dst) - place(src)) % n for src, dst in pairs}
+            near = {n - 1: "its left neighbour", 1: "its right neighbour"}
+            one = near.get(min(shifts), "") if len(shifts) == 1 else ""
+            to = "each of its two neighbours" if len(pairs) > n else one or "the next rank"
+        elif everyone and len(receivers) > 1:
+            to = "another rank"
         if not replay.known:
             sizes = {replay.messages[i].nbytes for i in indices}
             size = "up to " * (len(sizes) > 1) + human_bytes(max(sizes))
-            return sentence(f"{route.senders} {route.send} {size} to {route.receivers}")
-        contents, plural = contents_of(replay, indices, route)
+            return sentence(f"{who} {send} {size} to {to}")
+        contents, plural = contents_of(replay, indices, exchange or send == "send")
         modes = {landing.added for i in indices for landing in replay.landings[i]}
-        if route.exchange:
-            who, pairs = "The two ranks", ""
-            if len(replay.ranks) > 2:
-                who, pairs = "The ranks", " in pairs"
+        if exchange:
+            who, in_pairs = ("The ranks", " in pairs") if n > 2 else ("The two ranks", "")
             then = "some of it is added, the rest is stored"
             if len(modes) < 2:
                 then = "each stores what it receives"
             if modes == {True}:
                 then = "each adds what it receives to its own"
-            return f"{who} exchange {contents}{pairs}, and {then}."
+            return f"{who} exchange {contents}{in_pairs}, and {then}."
         them, then = "them" if plural else "it", ""
         if modes == {True}:
-            add, whose = ("add", "their") if route.many_receivers else ("adds", "its")
-            then = f", which {add} {them} to {whose} own"
+            alone = ring or everyone or len(receivers) == 1
+            then = (
+                f", which adds {them} to its own" if alone else f", which add {them} to their own"
+            )
         elif len(modes) > 1:
             then = ", where some of it is added and the rest is stored"
-        elif route.ring:
+        elif ring:
             then = f", which copies {them}"
-        return sentence(f"{route.senders} {route.send} {contents} to {route.receivers}{then}")
+        return sentence(f"{who} {send} {contents} to {to}{then}")
 
     def new_error(self, step: int) -> str:
         """Return a sentence about what went wrong in a step, or "" if nothing did.
@@ -342,88 +355,43 @@ def matrix_sentence(
     return sentences.get(captions.operation or "") or verdict.sentence()
 
 
-class StepWords(NamedTuple):
-    """The senders and receivers of a step, in words and as facts about the sentence."""
+def contents_of(replay: Replay, indices: list[int], senders: bool) -> tuple[str, bool]:
+    """Return the contents of the messages, in words, and whether that is a plural.
 
-    senders: str
-    send: str  # the verb: "sends" or "send"
-    receivers: str
-    ring: bool  # every rank sends along the ring
-    exchange: bool  # ranks exchange in pairs
-    many_senders: bool  # `senders` is a plural
-    many_receivers: bool  # `receivers` is a plural
-
-
-def route_of(replay: Replay, indices: list[int]) -> StepWords:
-    messages = [replay.messages[i] for i in indices]
-    senders, receivers = sorted({m.src for m in messages}), sorted({m.dst for m in messages})
-    pairs = {(m.src, m.dst) for m in messages}
-    everyone = senders == replay.ranks
-    ring = everyone and replay.topology.kind == "ring"
-    exchange = not ring and len(pairs) > 1 and all((dst, src) in pairs for src, dst in pairs)
-    who = "each rank" if everyone else ranks_text(senders)
-    many = exchange or (not everyone and len(senders) > 1)
-    if ring:
-        one = len(pairs) == len(senders)
-        to = _neighbour(replay, pairs) if one else "each of its two neighbours"
-        return StepWords(who, "sends", to, True, False, False, False)
-    if everyone and len(receivers) > 1:
-        return StepWords(who, "sends", "another rank", False, exchange, many, False)
-    to = ranks_text(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
-    send = "send" if many else "sends"
-    return StepWords(who, send, to, False, exchange, many, len(receivers) > 1)
-
-
-def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
-    """Return the rank to which each rank of a ring sends.
-
-    The right neighbour of a rank is the one with the next higher number.
+    `senders`: whether the subject of the sentence is a plural.
     """
-    n = len(replay.ranks)
-    place = {rank: i for i, rank in enumerate(replay.ranks)}
-    shifts = {(place[dst] - place[src]) % n for src, dst in pairs}
-    if shifts == {1}:
-        return "its right neighbour"
-    return "its left neighbour" if shifts == {n - 1} else "the next rank"
-
-
-def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[str, bool]:
-    """Return the contents of the messages, in words, and whether that is a plural."""
-    landings = [landing for i in indices for landing in replay.landings[i]]
-    if not landings and any(replay.unwritten[i] for i in indices):
-        return UNWRITTEN, False
-    if not landings:
-        many = route.many_senders
-        return ("messages" if many else "a message") + " without data", many
-    whole = len(replay.chunks) == 1
-    if len(indices) == 1 and not whole:
-        names = [replay.chunks[landing.chunk].label for landing in landings]
-        return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
-    plural = route.many_senders or max(len(replay.landings[i]) for i in indices) > 1
-    their = "their" if route.many_senders else "its"
     carried = [(replay.messages[i].src, x) for i in indices for x in replay.landings[i]]
+    if not carried and any(replay.unwritten[i] for i in indices):
+        return UNWRITTEN, False
+    if not carried:
+        return ("messages" if senders else "a message") + " without data", senders
+    whole, most = len(replay.chunks) == 1, max(len(replay.landings[i]) for i in indices)
+    if len(indices) == 1 and not whole:
+        names = [replay.chunks[x.chunk].label for _, x in carried]
+        return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
+    plural, their = senders or most > 1, "their" if senders else "its"
     own = all(sum(x.carried) == 1 == x.carried[src] for src, x in carried)
-    if not replay.sums:
-        fresh = own and all(replay.chunks[x.chunk].stripes == (src,) for src, x in carried)
-        if whole:
-            return "the data", False
-        if fresh and len(indices) > 1:
-            return f"{their} own chunk{'s' if plural else ''}", plural
-        counts = {len(replay.landings[i]) for i in indices}
-        alike = len(counts) == 1 and not route.many_senders
-        several = f"{counts.pop()} chunks" if alike else "chunks"
-        return (several if plural else "a chunk"), plural
-    if any(landing.added for landing in landings):
-        if not own:
-            return ("partial sums" if plural else "a partial sum"), plural
-        if whole:
-            return f"{their} data", False
-        return (f"{their} chunks" if plural else "a chunk"), plural
-    finished = all(x.carried[r] == 1 for x in landings for r in replay.chunks[x.chunk].stripes)
-    kind = "finished " if finished else ""
-    if whole:
-        return f"the {kind}sum", False
-    return (f"{kind}chunks" if plural else f"a {kind}chunk"), plural
+    fresh = (
+        len(indices) > 1
+        and own
+        and all(replay.chunks[x.chunk].stripes == (src,) for src, x in carried)
+    )
+    sums = any(x.added for _, x in carried)
+    finished = all(x.carried[r] == 1 for _, x in carried for r in replay.chunks[x.chunk].stripes)
+    alike = not senders and len({len(replay.landings[i]) for i in indices}) == 1
+    kind = "finished " * (replay.sums and not sums and finished)
+    several = f"{most} chunks" if alike else "chunks"
+    cases = (  # whether it applies; the contents if there is one chunk, a chunk of several, chunks
+        (not replay.sums and fresh, "the data", f"{their} own chunk", f"{their} own chunks"),
+        (not replay.sums, "the data", "a chunk", several),
+        (sums and not own, "", "a partial sum", "partial sums"),
+        (sums, f"{their} data", "a chunk", f"{their} chunks"),
+        (True, f"the {kind}sum", f"a {kind}chunk", f"{kind}chunks"),
+    )
+    one, single, plurals = next(words for applies, *words in cases if applies)
+    if whole and one:
+        return one, False
+    return (plurals if plural else single), plural
 
 
 def draw_caption(

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from parallel101.laboratory.analysis.replay import Replay, replay_of
+from parallel101.laboratory.analysis.replay import replay_of
 from parallel101.laboratory.analysis.verdict import Verdict
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds
@@ -101,21 +101,21 @@ def collective_scene(
     scene.head(captions.size, "")
     _draw_captions(scene, timing, captions)
     if many:
-        draw_many_ranks(scene, replay, timing, captions.phases)
+        draw_many_ranks(scene, timing, captions.phases)
     else:
-        draw_graph(scene, replay, timing, captions.phases)
+        draw_graph(scene, timing, captions.phases)
     if replay.known:
-        draw_matrix(scene, replay, timing, captions.legend)
+        draw_matrix(scene, timing, captions.legend)
     elif not many:
         kept = any(m.payload for m in replay.messages)
         if kept or too_many or replay.no_data or any(replay.unwritten):
             unknown = NEVER_WRITTEN if any(replay.unwritten) else NO_ORIGIN
             note = TOO_MANY if too_many else NO_DATA if replay.no_data else unknown
-            draw_traffic(scene, replay, timing, note)
+            draw_traffic(scene, timing, note)
         else:
-            draw_waiting_calls(scene, replay, timing)
+            draw_waiting_calls(scene, timing)
     if replay.messages:
-        _draw_sends(scene, replay, timing, many)
+        _draw_sends(scene, timing, many)
     return scene
 
 
@@ -151,12 +151,13 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         scene.stops.append(Stop(timing.start(step), timing.end(step), label))
 
 
-def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> None:
+def _draw_sends(scene: Scene, timing: Timing, many: bool) -> None:
     """Draw every send on the record's own time axis, one row for each sender.
 
     As in the ring of steps, messages that were added on arrival are grey. If the ranks are `many`,
     draw how many of them are sending.
     """
+    replay = timing.replay
     senders = {rank: i for i, rank in enumerate(sorted({m.src for m in replay.messages}))}
     row = min(6.0, 28.0 / len(senders))
     begin = min(m.start for m in replay.messages)

@@ -84,9 +84,9 @@ def _half(
     timing, captions = Timing(replay), Captions(replay)
     name = f"{word}: {captions.title[0].lower()}{captions.title[1:]}"
     drawing = Scene(HALF, HEIGHT, name)
-    draw_graph(drawing, replay, timing, captions.phases)
+    draw_graph(drawing, timing, captions.phases)
     graph = len(drawing.children)
-    draw_matrix(drawing, replay, timing, captions.legend)
+    draw_matrix(drawing, timing, captions.legend)
     for i, panel in enumerate(drawing.children):
         panel.attributes = {"transform": GRAPH if i < graph else CELLS}
     _captions(drawing, name, timing, captions)

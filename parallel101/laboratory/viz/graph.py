@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from parallel101.laboratory.analysis.replay import Landing, Replay
+from parallel101.laboratory.analysis.replay import Replay
 from parallel101.laboratory.record.units import chunk_letters, human_bytes
 from parallel101.laboratory.viz.diagram import ASIDE, CENTRE, Diagram, diagram_of, draw_rank
 from parallel101.laboratory.viz.scene import Node, Point, Scene
@@ -26,15 +26,14 @@ STYLE = (
 )
 
 
-def draw_graph(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:
+def draw_graph(scene: Scene, timing: Timing, phases: list[str]) -> None:
     """Add the ranks, their links, their messages and the ring of steps to the scene."""
     scene.style += STYLE
-    panel = scene.panel(narrow="translate(18,-16)")
-    diagram = diagram_of(replay.topology)
+    panel, diagram = scene.panel(narrow="translate(18,-16)"), diagram_of(timing.replay.topology)
     _links(scene, panel, diagram)
-    draw_step_ring(panel, replay, diagram, timing, phases)
+    draw_step_ring(panel, timing, phases, diagram.clock)
     _ranks(panel, diagram)
-    _messages(panel, replay, diagram, timing)
+    _messages(panel, diagram, timing)
 
 
 def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
@@ -100,28 +99,23 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
 
 
 def draw_step_ring(
-    panel: Node, replay: Replay, diagram: Diagram, timing: Timing, phases: list[str]
+    panel: Node, timing: Timing, phases: list[str], clock: tuple[float, float, float]
 ) -> None:
-    x, y, radius = diagram.clock
-    steps, central = replay.steps, (x, y) == CENTRE
-    big = radius / 66
+    """Draw an arc for each step, and inside the number of the step. `clock`: x, y and radius."""
+    (x, y, radius), steps = clock, timing.steps
     if not steps:
         return
-    turn = 2 * math.pi / steps
-    gap = 0.06 * turn if steps <= 30 else 0.0
+    central, big, turn = (x, y) == CENTRE, radius / 66, 2 * math.pi / steps
+    gap = 0.05 if steps == 1 else 0.06 * turn if steps <= 30 else 0.0
     first = panel.add("g").show((0.0, timing.start(0)))
     first.write("start", x, y + 4, 15 if central else 12, "m c")
     for s in range(steps):
-        a, b = s * turn + gap, (s + 1) * turn - gap
-        if steps == 1:
-            a, b = 0.05, 2 * math.pi - 0.05
-        (x0, y0), (x1, y1) = (
-            (x + radius * math.sin(turn), y - radius * math.cos(turn)) for turn in (a, b)
-        )
-        way = f"{radius:.1f} {radius:.1f} 0 {int(b - a > math.pi)} 1"
+        ends = s * turn + gap, (s + 1) * turn - gap
+        (x0, y0), (x1, y1) = ((x + radius * math.sin(a), y - radius * math.cos(a)) for a in ends)
+        way = f"{radius:.1f} {radius:.1f} 0 {int(ends[1] - ends[0] > math.pi)} 1"
         d = f"M{x0:.1f} {y0:.1f}A{way} {x1:.1f} {y1:.1f}"
         panel.path(d, "arc", style="stroke:var(--faint)")
-        colour = "ink" if replay.adds(s) else "accent"
+        colour = "ink" if timing.replay.adds(s) else "accent"
         done = panel.path(d, "arc", style=f"stroke:var(--{colour})")
         done.show((timing.start(s), timing.duration + 1))
         text = panel.add("g").show((timing.start(s), timing.start(s + 1)))
@@ -133,27 +127,25 @@ def draw_step_ring(
             text.write(phases[s], x, low, size, "b c")
 
 
-def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> None:
+def _messages(panel: Node, diagram: Diagram, timing: Timing) -> None:
     """Draw the tiles of each step, and the flashes of the ranks where they arrive."""
-    for step in range(replay.steps):
-        indices = replay.in_step(step)
+    replay, side = timing.replay, tile_size(diagram)
+    for step in range(timing.steps):
+        messages = {i: replay.messages[i] for i in replay.in_step(step)}
         tiles = panel.add("g").show((timing.start(step), timing.arrival(step)))
         flashes = panel.add("g").show((timing.arrival(step), timing.start(step + 1)))
-        pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in indices}
-        sizes = [tile_box(replay, i, tile_size(diagram)) for i in indices]
-        largest = max(width for width, _ in sizes), max(height for _, height in sizes)
-        for rank in sorted({replay.messages[i].dst for i in indices}):
-            own = [i for i in indices if replay.known and replay.messages[i].dst == rank]
+        drawn = {i: draw_tile(tiles, replay, i, side) for i in messages}
+        largest = tuple(map(max, zip(*(box for _, box in drawn.values()))))
+        pairs = {(m.src, m.dst) for m in messages.values()}
+        for rank in sorted({dst for _, dst in pairs}):
+            own = [i for i, m in messages.items() if replay.known and m.dst == rank]
             _flash(flashes, diagram, rank, [x for i in own for x in replay.landings[i]])
-        for i in indices:
-            m = replay.messages[i]
+        for i, m in messages.items():
             points = flight(diagram, m.src, m.dst, (m.dst, m.src) in pairs, largest)
-            leaves, arrives = timing.flight(i)
-            tile = _tile(tiles, replay, i, tile_size(diagram))
-            last = len(points) - 1
+            (leaves, arrives), last = timing.flight(i), len(points) - 1
             times = (leaves + (arrives - leaves) * k / last for k in range(len(points)))
-            frames = list(zip(times, points))
-            tile.key("translate", *frames, mode="ease" if last == 1 else "linear")
+            mode = "ease" if last == 1 else "linear"
+            drawn[i][0].key("translate", *zip(times, points), mode=mode)
 
 
 def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -> list[Point]:
@@ -237,81 +229,49 @@ def tile_size(diagram: Diagram) -> float:
     return min(size, (math.dist(places[0], places[diagram.topology.columns]) - 10) / 4)
 
 
-def tile_box(replay: Replay, index: int, side: float) -> Point:
-    """Return the width and height of a message's tile, if that of one chunk is `side` wide."""
-    landings = replay.landings[index] if replay.known else []
-    if not landings:
-        return max(side, _bytes_width(_bytes_text(replay, index, side), side)), 0.72 * side
-    if len(landings) > MOST_TILES:
-        return max(side, 0.35 * side * len(_pack_text(replay, landings, side)) + 12), side
-    boxes = (side, side), (1.44 * side, side), (1.24 * side, 1.24 * side)
-    return boxes[min(len(landings), 3) - 1]
+def draw_tile(parent: Node, replay: Replay, index: int, side: float) -> tuple[Node, Point]:
+    """Draw a message as it moves, and return it with its width and height.
 
+    It has a lettered square for each chunk: up to two side by side, up to four in two rows. More
+    chunks share a tile, with the first and last letter or their number above a band of their
+    colours. If the contents are unknown, the tile shows the bytes, unless they are too many letters
+    for it; the sentence of the step has them too.
 
-def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
-    """Draw a message as it moves: a lettered tile for each chunk in it.
-
-    If the contents are unknown, the tile shows the bytes.
+    Args:
+        side: of the square of a single chunk.
     """
-    tile, box = parent.add("g"), tile_box(replay, index, side)
-    landings = replay.landings[index] if replay.known else []
-    if not landings:
-        _bytes(tile, _bytes_text(replay, index, side), box)
-    elif len(landings) > MOST_TILES:
-        _pack(tile, landings, _pack_text(replay, landings, side), box)
-    else:
-        _letters(tile, replay, landings, box)
-    return tile
-
-
-def _bytes_text(replay: Replay, index: int, side: float) -> str:
-    """Return the bytes of a message, as text for its tile.
-
-    "" if they are too many letters for its tile; the sentence of the step has them too.
-    """
-    nbytes = replay.messages[index].nbytes
+    tile, landings = parent.add("g"), replay.landings[index] if replay.known else []
+    if 0 < len(landings) <= MOST_TILES:
+        sizes = (side, side), (1.44 * side, side), (1.24 * side, 1.24 * side)
+        width, height = sizes[min(len(landings), 3) - 1]
+        columns, rows = min(len(landings), 2), -(-len(landings) // 2)
+        wide, high = width / columns, height / rows
+        for k, landing in enumerate(landings):
+            place = k % columns * wide - width / 2, k // columns * high - height / 2, wide, high
+            colour, rim = landing.chunk % 8, "bad" if max(landing.carried) > 1 else "k"
+            tile.rect(*place, f"f{colour} {rim}", rx=0.21 * min(wide, high))
+            letter = replay.chunks[landing.chunk].label
+            tile.label(letter, place, f"b o{colour}", 0.57 * high, 0)
+        return tile, (width, height)
+    if landings:
+        text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
+        if "–" not in text:
+            text = f"{len(landings)}{' chunks' * (side > LEGIBLE)}"
+        width, height = max(side, 0.35 * side * len(text) + 12), side
+        each, font = (width - 8) / len(landings), 0.51 * height
+        tile.rect(-width / 2, -height / 2, width, height, "pack", rx=6)
+        for k, landing in enumerate(landings):
+            left = -width / 2 + 4 + k * each
+            tile.rect(left, height * 0.2, each, height * 0.18, f"f{landing.chunk % 8}")
+        tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")
+        return tile, (width, height)
+    nbytes, each = replay.messages[index].nbytes, 0.31 * side
     text = human_bytes(nbytes) if not replay.known or not nbytes else "–"
-    wide = replay.topology.kind == "circle" and _bytes_width(text, side) >= 1.7 * side
-    return text if side > LEGIBLE and not wide else ""
-
-
-def _bytes_width(text: str, side: float) -> float:
-    return 0.31 * side * len(text) + 10
-
-
-def _bytes(tile: Node, text: str, box: Point) -> None:
-    width, height = box
-    tile.rect(-width / 2, -height / 2, width, height, "k plain", rx=5)
+    crowded = replay.topology.kind == "circle" and each * len(text) + 10 >= 1.7 * side
+    text = text if side > LEGIBLE and not crowded else ""
+    width, height = max(side, each * len(text) + 10), 0.72 * side
+    place = -width / 2, -height / 2, width, height
+    tile.rect(*place, "k plain", rx=5)
     if text:
-        tile.label(text, (-width / 2, -height / 2, width, height), "b on", 0.65 * height, 0)
-
-
-def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) -> None:
-    """Draw a square for each chunk: up to two side by side, up to four in two rows."""
-    columns, rows = min(len(landings), 2), -(-len(landings) // 2)
-    width, height = box[0] / columns, box[1] / rows
-    for k, landing in enumerate(landings):
-        place = k % columns * width - box[0] / 2, k // columns * height - box[1] / 2, width, height
-        colour, rim = landing.chunk % 8, "bad" if max(landing.carried) > 1 else "k"
-        look, ink = f"f{colour} {rim}", f"b o{colour}"
-        tile.rect(*place, look, rx=0.21 * min(width, height))
-        tile.label(replay.chunks[landing.chunk].label, place, ink, 0.57 * height, 0)
-
-
-def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
-    text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
-    return text if "–" in text else f"{len(landings)}{' chunks' * (side > LEGIBLE)}"
-
-
-def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
-    """Draw many chunks in one tile, above a band of all their colours.
-
-    The tile shows the first and last letter, or the number of chunks.
-    """
-    width, height = box
-    each, font = (width - 8) / len(landings), 0.51 * height
-    tile.rect(-width / 2, -height / 2, width, height, "pack", rx=6)
-    for k, landing in enumerate(landings):
-        left = -width / 2 + 4 + k * each
-        tile.rect(left, height * 0.2, each, height * 0.18, f"f{landing.chunk % 8}")
-    tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")
+        tile.label(text, place, "b on", 0.65 * height, 0)
+    return tile, (width, height)

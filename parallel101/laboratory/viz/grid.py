@@ -4,7 +4,7 @@
     rank 0            96 B        Grid.names      the ranks at the left, the columns above
     rank 1     96 B               Grid.value      a cell the darker the larger its value
                ▌▌▐▐               Grid.stripe     a part of a cell, such as one rank's data
-                ×2                Grid.flag       what is wrong with it
+                ×2                Grid.faults     what is wrong with it
 
 What is in a cell is decided by the pictures: ranks and chunks in matrix.py, blocks in
 before_after.py, senders and receivers in matrix.py, many_ranks.py and between_ranks.py.
@@ -13,11 +13,13 @@ before_after.py, senders and receivers in matrix.py, many_ranks.py and between_r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from parallel101.laboratory.viz.scene import Box, Node, box
 
+Cell = tuple[int, int]  # row and column
+GONE = "gone"
 MOST_CELLS = 16  # in a row; with more, a grid of lines would be all that is seen
 STYLE = (
     ".err{fill:none;stroke:var(--warn);stroke-width:2}"
@@ -58,46 +60,29 @@ class Grid(NamedTuple):
         each = width / stripes
         return x + k * each, y, each - min(rim, 0.2 * each), height
 
-    def flag(
-        self,
-        panel: Node,
-        row: int,
-        column: int,
-        k: int,
-        stripes: int,
-        text: str,
-        low: float | None = None,
-    ) -> None:
-        """Flag the k-th of so many stripes, inside its cell. low: by default in the middle."""
-        x, y, width, height = self.inside(row, column)
-        middle = x + (k + 0.5) * width / stripes
-        middle = min(max(middle, x + 9.5), x + width - 9.5) if width > 20 else x + width / 2
-        y += height / 2 if low is None else low
-        panel.rect(middle - 9.5, y - 7, 19, 14, "flag", rx=4)
-        panel.write(text, middle, y + 3.6, None, "flagged c")
-
     def faults(
-        self,
-        panel: Node,
-        row: int,
-        column: int,
-        twice: Mapping[int, int],
-        missing: Iterable[int],
-        stripes: int,
-        low: float | None = None,
+        self, panel: Node, cell: Cell, faults: Sequence[str], low: float | None = None
     ) -> None:
-        """Outline a cell, and draw in it what a sum lacks, and flag what it contains twice.
+        """Outline a cell that has a fault in one of its stripes, and draw what it is.
 
-        `twice`: how often, by the number of the stripe. `low`: of the flags.
+        `faults`: of each stripe: "" is none, GONE is missing from a sum, and other texts are
+        flagged, such as "×2". `low`: of the flags below the cell's top; None: in the middle.
         """
-        for k in (gone := list(missing)):
-            x, y, width, height = self.stripe(row, column, k, stripes)
-            rim = min(2.5, width / 4)
-            panel.rect(x + rim, y + 2.5, width - 2 * rim, height - 5, "gone")
-        if gone or twice:
-            panel.rect(*self.inside(row, column), "err", rx=2)
-        for k, times in twice.items():
-            self.flag(panel, row, column, k, stripes, f"×{times}", low)
+        x, y, width, height = self.inside(*cell)
+        each = width / len(faults)
+        rim = min(2.5, each / 4)
+        for k in (k for k, fault in enumerate(faults) if fault == GONE):
+            panel.rect(x + k * each + rim, y + 2.5, each - 2 * rim, height - 5, "gone")
+        if any(faults):
+            panel.rect(x, y, width, height, "err", rx=2)
+        y += height / 2 if low is None else low
+        for k, fault in enumerate(faults):
+            if fault not in ("", GONE):
+                middle = x + (k + 0.5) * each
+                middle = min(max(middle, x + 9.5), x + width - 9.5)
+                middle = middle if width > 20 else x + width / 2
+                panel.rect(middle - 9.5, y - 7, 19, 14, "flag", rx=4)
+                panel.write(fault, middle, y + 3.6, None, "flagged c")
 
     def ground(self, panel: Node) -> None:
         """Draw the empty cells: a path for each row, or one area if the cells have no gaps."""

@@ -19,7 +19,7 @@ from itertools import accumulate
 from parallel101.laboratory.analysis.overlap import Interval, union
 from parallel101.laboratory.analysis.replay import Replay
 from parallel101.laboratory.record.units import human_bytes, listed
-from parallel101.laboratory.viz.diagram import CENTRE, Diagram
+from parallel101.laboratory.viz.diagram import CENTRE
 from parallel101.laboratory.viz.graph import STYLE, draw_step_ring
 from parallel101.laboratory.viz.grid import Grid
 from parallel101.laboratory.viz.scene import Scene, box
@@ -29,12 +29,11 @@ LEFT, WIDTH, TOP, HEIGHT = 520.0, 412.0, 112.0, 288.0  # of the matrix
 BINS = 226
 
 
-def draw_many_ranks(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:
+def draw_many_ranks(scene: Scene, timing: Timing, phases: list[str]) -> None:
     """Add a summary of each step and the matrix of messages."""
     scene.style += STYLE + ".before{fill:var(--accent);opacity:.35}.present{fill:var(--accent)}"
-    panel = scene.panel(narrow="translate(18,-16)")
-    diagram = Diagram(replay.topology, {}, 0.0, (*CENTRE, 66.0))
-    draw_step_ring(panel, replay, diagram, timing, phases)
+    panel, replay = scene.panel(narrow="translate(18,-16)"), timing.replay
+    draw_step_ring(panel, timing, phases, (*CENTRE, 66.0))
     for step in range(replay.steps):
         group = panel.add("g").show((timing.start(step), timing.start(step + 1)))
         for k, line in enumerate(step_facts(replay, step)):

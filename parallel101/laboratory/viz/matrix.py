@@ -28,7 +28,7 @@ from parallel101.laboratory.analysis.replay import START, Replay
 from parallel101.laboratory.analysis.verdict import lacks
 from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.viz.grid import STYLE, Grid
+from parallel101.laboratory.viz.grid import GONE, STYLE, Cell, Grid
 from parallel101.laboratory.viz.rows import Bar, TimeRows
 from parallel101.laboratory.viz.scene import Node, Scene, box, number
 from parallel101.laboratory.viz.timing import Timing
@@ -53,110 +53,97 @@ def grid_of(ranks: Sequence[int], columns: int, gap: float | None = None) -> Gri
     return Grid(left, top, width, height, ranks, columns, gap)
 
 
-def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[str]) -> None:
+def draw_matrix(scene: Scene, timing: Timing, legend: Sequence[str]) -> None:
     """Add ranks × chunks, and the data that moves between the rows.
 
     The lines of `legend` are below.
     """
     scene.style += STYLE + MOVING
+    replay, panel = timing.replay, scene.panel(narrow=NARROW)
     grid = grid_of(replay.ranks, max(len(replay.chunks), 1))
-    panel = scene.panel(narrow=NARROW)
     grid.names(panel, "chunk", [chunk.label for chunk in replay.chunks])
     for row in range(len(replay.ranks)):
         for column in range(len(replay.chunks)):
             panel.rect(*grid.inside(row, column), "faint", rx=2)
     marks = Node("g")
-    _cells(panel, marks, grid, replay, timing)
-    _separators(panel, grid, replay)
+    _cells(panel, marks, grid, timing)
+    lines, narrowest = "", grid.width  # between stripes, through all rows of a column
+    for column, chunk in enumerate(replay.chunks):
+        for k in range(1, len(chunk.stripes)):
+            x, _, width, _ = grid.stripe(0, column, k, len(chunk.stripes))
+            narrowest = min(narrowest, width)
+            lines += f"M{number(round(x, 2))} {grid.top:.1f}V{grid.bottom:.1f}"
+    if lines:
+        look = {"style": "stroke:var(--bg)", "stroke_width": min(1.2, 0.3 * narrowest)}
+        panel.add("path", d=lines, **look)
     panel.children.append(marks)
-    _missing(marks, grid, replay, timing)
-    _bands(scene, panel, grid, replay, timing)
+    missing = marks.add("g")  # from what a rank returned
+    if timing.duration:
+        missing.show((timing.reveal, timing.duration + 1))
+    for rank, chunk in replay.cells:
+        gone = lacks(replay, rank, chunk)
+        faults = [GONE if origin in gone else "" for origin in replay.chunks[chunk].stripes]
+        grid.faults(missing, (replay.ranks.index(rank), chunk), faults)
+    _bands(scene, panel, grid, timing)
     for k, line in enumerate(legend):
         panel.write(line, LEFT + WIDTH / 2, grid.bottom + 24 + 16 * k, 12, "m c")
 
 
-def filled(
-    grid: Grid, replay: Replay, rank: int, chunk: int, counts: Counts, apart: bool = False
-) -> str:
+def filled(grid: Grid, replay: Replay, cell: Cell, counts: Counts, apart: bool = False) -> str:
     """Return the path of the stripes of a rank's chunk that have data.
 
-    Unless they are drawn `apart`, neighbouring stripes touch: `_separators` draws the lines.
+    Unless they are drawn `apart`, neighbouring stripes touch: `draw_matrix` draws the lines.
     """
-    stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
-    path, rim = "", 1.2 if apart and grid.inside(row, chunk)[2] > 3 * len(stripes) else 0.0
+    stripes, path = replay.chunks[cell[1]].stripes, ""
+    rim = 1.2 if apart and grid.inside(*cell)[2] > 3 * len(stripes) else 0.0
     k = 0
     while k < len(stripes):
         end = k
         while end < len(stripes) and counts[stripes[end]] and not (rim and end > k):
             end += 1
         if end > k:
-            x, y, width, height = grid.stripe(row, chunk, k, len(stripes))
+            x, y, width, height = grid.stripe(*cell, k, len(stripes))
             path += box(x + rim / 2, y, (end - k) * width - rim, height)
         k = max(end, k + 1)
     return path
 
 
-def _cells(panel: Node, marks: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
-    """Draw every state of every cell. States with the same begin and end share a group."""
-    together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
+def _cells(panel: Node, marks: Node, grid: Grid, timing: Timing) -> None:
+    """Draw every state of every cell, and into `marks` data that was added more than once.
+
+    States with the same begin and end share a group. "?": elements from different positions were
+    added.
+    """
+    replay = timing.replay
+    together: dict[tuple[float, float], list[tuple[Cell, Counts]]] = defaultdict(list)
     for (rank, chunk), states in replay.cells.items():
         returned = replay.returned[rank] if replay.returned else None
         if returned is not None:  # at the end, only what the rank returned is shown
             last = returned.get(chunk, (0,) * replay.trace.world_size)
             states = [*states, (float(replay.steps), last)] if last != states[-1][1] else states
         states = states if replay.steps else [(START, states[-1][1])]
+        cell = replay.ranks.index(rank), chunk
         for (begin, counts), (end, _) in zip(states, [*states[1:], (math.inf, ())], strict=True):
             if any(counts) and begin != end:
-                together[timing.at(begin), timing.at(end)].append((rank, chunk, counts))
+                together[timing.at(begin), timing.at(end)].append((cell, counts))
     for span, cells in sorted(together.items()):
         always = span[0] <= 0 and span[1] > timing.duration
         group, errors = (Node("g") if always else Node("g").show(span) for _ in range(2))
         paths: dict[int, str] = defaultdict(str)
-        for rank, chunk, counts in cells:
-            paths[chunk] += filled(grid, replay, rank, chunk, counts)
-            _mark_errors(errors, grid, replay, rank, chunk, counts)
-        for chunk in sorted(paths):
-            group.path(paths[chunk], f"f{chunk % 8}")
+        for cell, counts in cells:
+            chunk = replay.chunks[cell[1]]
+            paths[cell[1]] += filled(grid, replay, cell, counts)
+            if chunk.mixed:
+                grid.faults(errors, cell, ["?"])
+            twice = [f"×{counts[k]}" if counts[k] > 1 else "" for k in chunk.stripes]
+            grid.faults(errors, cell, twice)
+        for column, path in sorted(paths.items()):
+            group.path(path, f"f{column % 8}")
         panel.children.append(group)
         marks.children += [errors] if errors.children else []
 
 
-def _separators(panel: Node, grid: Grid, replay: Replay) -> None:
-    """Draw the thin lines between stripes, through all rows of a column."""
-    path, narrowest = "", grid.width
-    for column, chunk in enumerate(replay.chunks):
-        for k in range(1, len(chunk.stripes)):
-            x, _, width, _ = grid.stripe(0, column, k, len(chunk.stripes))
-            narrowest = min(narrowest, width)
-            path += f"M{number(round(x, 2))} {grid.top:.1f}V{grid.bottom:.1f}"
-    if path:
-        panel.add("path", d=path, style="stroke:var(--bg)", stroke_width=min(1.2, 0.3 * narrowest))
-
-
-def _mark_errors(
-    group: Node, grid: Grid, replay: Replay, rank: int, chunk: int, counts: Counts
-) -> None:
-    """Flag data that was added more than once, and sums of elements from different positions."""
-    stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
-    twice = {k: counts[origin] for k, origin in enumerate(stripes) if counts[origin] > 1}
-    if replay.chunks[chunk].mixed:
-        group.rect(*grid.inside(row, chunk), "err", rx=2)
-        grid.flag(group, row, chunk, 0, 1, "?")
-    grid.faults(group, row, chunk, twice, (), len(stripes))
-
-
-def _missing(marks: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
-    """Draw the stripes that are missing from what a rank returned."""
-    group = marks.add("g")
-    if timing.duration:
-        group.show((timing.reveal, timing.duration + 1))
-    for rank, chunk in replay.cells:
-        stripes, row = replay.chunks[chunk].stripes, replay.ranks.index(rank)
-        gone = map(stripes.index, lacks(replay, rank, chunk))
-        grid.faults(group, row, chunk, {}, gone, len(stripes))
-
-
-def _bands(scene: Scene, panel: Node, grid: Grid, replay: Replay, timing: Timing) -> None:
+def _bands(scene: Scene, panel: Node, grid: Grid, timing: Timing) -> None:
     """Draw the data of each message, sliding from the sender's row to the receiver's.
 
     Data that slides equally far shares a group.
@@ -165,7 +152,7 @@ def _bands(scene: Scene, panel: Node, grid: Grid, replay: Replay, timing: Timing
         f'<clipPath id="cells"><rect y="{grid.top - 2:.1f}" width="960" '
         f'height="{grid.bottom - grid.top + 4:.1f}"/></clipPath>'
     )
-    moving = panel.add("g", clip_path="url(#cells)")
+    moving, replay = panel.add("g", clip_path="url(#cells)"), timing.replay
     ranks, ring = replay.ranks, replay.topology.kind == "ring"
     wraps = ring and len(ranks) > 2 and replay.topology.order == ranks
     for step in range(replay.steps):
@@ -175,14 +162,15 @@ def _bands(scene: Scene, panel: Node, grid: Grid, replay: Replay, timing: Timing
         for m, landing in (
             (replay.messages[i], x) for i in replay.in_step(step) for x in replay.landings[i]
         ):
-            down = (ranks.index(m.dst) - ranks.index(m.src)) * grid.height
+            cell = ranks.index(m.src), landing.chunk
+            down = (ranks.index(m.dst) - cell[0]) * grid.height
             routes = [(0.0, down)]  # where it begins, from the sender's row, and how far it goes
             # leaves at one end of the column and enters at the other
             if wraps and {m.src, m.dst} == {ranks[0], ranks[-1]}:
                 way = grid.height if m.src == ranks[-1] else -grid.height
                 routes = [(0.0, way), (down - way, way)]
-            x, y, width, height = grid.inside(ranks.index(m.src), landing.chunk)
-            path = filled(grid, replay, m.src, landing.chunk, landing.carried, apart=True)
+            x, y, width, height = grid.inside(*cell)
+            path = filled(grid, replay, cell, landing.carried, apart=True)
             for start, far in routes:
                 if round(far, 1) not in groups:
                     group = groups[round(far, 1)] = step_group.add("g")
@@ -194,13 +182,13 @@ def _bands(scene: Scene, panel: Node, grid: Grid, replay: Replay, timing: Timing
                 group.path(path, f"f{landing.chunk % 8}")
 
 
-def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[str]) -> None:
+def draw_traffic(scene: Scene, timing: Timing, note: Iterable[str]) -> None:
     """Add the matrix of bytes, a row for each sender.
 
     The note below it says why the contents are not shown.
     """
     scene.style += STYLE
-    panel = scene.panel(narrow=NARROW)
+    replay, panel = timing.replay, scene.panel(narrow=NARROW)
     grid = grid_of(replay.ranks, len(replay.ranks), 2.0)
     grid.names(panel, "from \\ to")
     grid.ground(panel)
@@ -223,27 +211,24 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
             panel.write(line, LEFT + WIDTH / 2, grid.bottom + 20 + 16 * k, 12, "m c")
 
 
-def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
+def draw_waiting_calls(scene: Scene, timing: Timing) -> None:
     """Add a row for each rank with its sends and receives, and a cursor."""
-    panel = scene.panel(narrow=NARROW)
-    n, messages = len(replay.ranks), replay.messages
-    row = min(TALL, ALL / n)
-    top = MIDDLE - row * n / 2
-    begin = min((e.posted for m in messages for e in (m.send, m.recv)), default=0.0)
-    span = max((e.end for m in messages for e in (m.send, m.recv)), default=begin) - begin
-
-    rows = TimeRows(scene, begin, span, left=LEFT, right=LEFT + WIDTH)
-    for i, rank in enumerate(replay.ranks):
+    panel, ranks, messages = scene.panel(narrow=NARROW), timing.replay.ranks, timing.replay.messages
+    calls = [(m, event) for m in messages for event in (m.send, m.recv)]
+    row = min(TALL, ALL / len(ranks))
+    top, lane = MIDDLE - row * len(ranks) / 2, row / 2 - 2
+    begin = min((event.posted for _, event in calls), default=0.0)
+    span = max((event.end for _, event in calls), default=begin) - begin
+    rows = TimeRows(scene, begin, span, LEFT, LEFT + WIDTH)
+    for i, rank in enumerate(ranks):
         y = top + i * row
         panel.rect(LEFT, y + 2, WIDTH, row - 4, "faint", rx=2)
         panel.write(f"rank {rank}", LEFT - 12, y + row / 2 + 4, 12, "m e")
-        for kind, low in (("send", 0.0), ("recv", 0.5)):
-            sides = [(m, m.send if kind == "send" else m.recv) for m in messages]
-            mine = [(m, event) for m, event in sides if event.rank == rank]
-            lane, above = row / 2 - 2, y + 2 + low * (row - 4)
-            named = len(mine) == 1 and lane >= LABELLED
+        for kind, above in (("send", y + 2), ("recv", y + row / 2)):
+            own = [(m, event) for m, event in calls if (event.rank, event.kind) == (rank, kind)]
+            named = len(own) == 1 and lane >= LABELLED
             inside, tall = (lane - 13, 10.0) if named else (0.15 * lane, 0.7 * lane)
-            for message, event in mine:
+            for message, event in own:
                 moves, words = max(message.start, event.posted), _words(event)
                 title = f"rank {rank}, {words}: waits {human_seconds(moves - event.posted)}"
                 waits = Bar(event.posted, moves, "idle", title, inside, tall)
@@ -253,17 +238,19 @@ def draw_waiting_calls(scene: Scene, replay: Replay, timing: Timing) -> None:
                 place = (end - 4, "m e") if left > LEFT + 0.75 * WIDTH else (left + 2, "m")
                 if named:
                     panel.write(words, place[0], above + inside - 4, 12, place[1])
-    waited = [(m.start - e.posted, e) for m in messages for e in (m.send, m.recv)]
-    if waited and (wait := max(waited, key=lambda wait: wait[0]))[0] > 0:
-        where = f"rank {wait[1].rank}, {_words(wait[1])}"
-        scene.description += f" The longest wait: {where}, {human_seconds(wait[0])}."
+    waited = max(calls, key=lambda call: call[0].start - call[1].posted, default=None)
+    if waited and (wait := waited[0].start - waited[1].posted) > 0:
+        where = f"rank {waited[1].rank}, {_words(waited[1])}"
+        scene.description += f" The longest wait: {where}, {human_seconds(wait)}."
     if messages:
-        rows.cursor(panel, [(0.0, begin), *timing.cursor()], top - 2, top + row * n + 2)
-        for text, at, anchor in (("0", LEFT, ""), (human_seconds(span), LEFT + WIDTH, " e")):
-            panel.write(text, at, top + row * n + 14, 12, "m" + anchor)
-        for k, line in enumerate(LEGEND):
-            y = top + row * n + 32 + 16 * k
-            panel.write(line, LEFT + WIDTH / 2, y, 12, "m c")
+        bottom, middle = top + row * len(ranks), LEFT + WIDTH / 2
+        rows.cursor(panel, [(0.0, begin), *timing.cursor()], top - 2, bottom + 2)
+        for text, x, low, look in (
+            ("0", LEFT, 14, "m"),
+            (human_seconds(span), LEFT + WIDTH, 14, "m e"),
+            *((line, middle, 32 + 16 * k, "m c") for k, line in enumerate(LEGEND)),
+        ):
+            panel.write(text, x, bottom + low, 12, look)
 
 
 def _words(event: Event) -> str:

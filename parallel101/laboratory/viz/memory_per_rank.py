@@ -133,7 +133,7 @@ def memory_scene(
                     drawn = lefts[kind] + at, y, max(wide, 1.0), TALL
                     bars.rect(*drawn, f"own f{colour}", rx=2, title=title)
                     widest = max(widest, drawn, key=lambda box: box[2])
-                inside.label(decimal_bytes(mine), widest, f"o{colour}", 11.5)
+                inside.label(decimal_bytes(mine), widest, f"o{colour}", 11.5, 11.5)
             total = sum(by_position[position] for by_position in of.bytes.values())
             totals.write(decimal_bytes(total), END, y + 17, 17, "b e")
             y += ROW

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import bookkeeping
@@ -68,32 +69,29 @@ class Bar(NamedTuple):
     name: str = ""
 
 
+@dataclass
 class TimeRows:
     """Rows over time in a scene, from x = `left` to x = `right`.
 
-    Args:
+    Attributes:
+        begin, duration: of the rows, in seconds.
         colours: of the spans, by name.
         text: of the texts in bars: their class, and the largest and the smallest size.
         least: pixels of a bar's width.
     """
 
-    def __init__(
-        self,
-        scene: Scene,
-        begin: float,
-        span: float,
-        *,
-        left: float = LEFT,
-        right: float = RIGHT,
-        colours: dict[str, int] | None = None,
-        text: tuple[str, float, float] = ("", 10.5, 10.5),
-        least: float = 0.8,
-    ):
-        self.scene, self.begin, self.duration = scene, begin, span
-        self.left, self.right, self.colours, self.text = left, right, colours or {}, text
-        self.least = least
-        if STYLE not in scene.style:
-            scene.style += STYLE
+    scene: Scene
+    begin: float
+    duration: float
+    left: float = LEFT
+    right: float = RIGHT
+    colours: dict[str, int] = field(default_factory=dict)
+    text: tuple[str, float, float] = ("", 10.5, 10.5)
+    least: float = 0.8
+
+    def __post_init__(self) -> None:
+        if STYLE not in self.scene.style:
+            self.scene.style += STYLE
 
     def x(self, t: float) -> float:
         """Return the x coordinate of a time."""

@@ -73,21 +73,14 @@ class Node:
         return child
 
     def write(
-        self,
-        text: object,
-        x: float | str,
-        y: float,
-        size: float | None = None,
-        class_: str | None = None,
-        **attributes: Any,
+        self, text: object, x: Any, y: float, size: Any = None, class_: str = "", **attributes: Any
     ) -> Node:
         """Append a text whose first line stands on (x, y), and return it.
 
         Classes: "h" is a heading, "b" bold, "m" muted; "c" is centred on x, "e" ends there.
         """
-        size_ = {} if size is None else {"font_size": size}
-        look = {} if class_ is None else {"class_": class_}
-        return self.add("text", text, x=x, y=y, **size_, **look, **attributes)
+        look = {"font_size": size, "class_": class_ or None}
+        return self.add("text", text, x=x, y=y, **look, **attributes)
 
     def rect(
         self, x: float, y: float, width: float, height: float, class_: str, **attributes: Any
@@ -101,25 +94,18 @@ class Node:
         return rect
 
     def label(
-        self,
-        text: object,
-        box: Box,
-        class_: str,
-        size: float = 12.0,
-        smallest: float | None = None,
-        **attributes: Any,
+        self, text: Any, box: Box, class_: str, size: float = 12, smallest: float = 12, **more: Any
     ) -> Node | None:
         """Write a text in the middle of a box, and return it; None if there is no room for it.
 
-        It is as large as the box allows: at most `size`, and at least `smallest`, which is `size`
-        by default.
+        It is as large as the box allows: at most `size`, and at least `smallest`.
         """
         x, y, width, height = box
         room = min(size, height, (width - 4) / (0.6 * max(len(str(text)), 1)))
-        if room < (size if smallest is None else smallest):
+        if room < smallest:
             return None
         middle = y + height / 2 + 0.35 * room
-        return self.write(text, x + width / 2, middle, room, f"{class_} c".strip(), **attributes)
+        return self.write(text, x + width / 2, middle, room, f"{class_} c".strip(), **more)
 
     def path(self, d: str, class_: str, **attributes: Any) -> Node:
         """Append a path, and return it."""
