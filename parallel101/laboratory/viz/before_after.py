@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel101.laboratory.analysis.replay import (
     ChunkPart,
@@ -39,13 +39,6 @@ STYLE = (
     ".unused{fill:none;stroke:var(--line);stroke-dasharray:3 3}.small .flight{transform:none}"
     "text.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
 )
-
-
-class Flight(NamedTuple):
-    """A block on its way to a place in what a rank returned."""
-
-    block: ChunkPart  # as it was returned
-    to: Cell
 
 
 def before_after_scene(
@@ -98,7 +91,12 @@ def before_after_scene(
         for column, block in enumerate(blocks):
             places[block.chunk, replay.ranks[row]] = row, column
             _block(before, replay, block, old.inside(row, column))
-    moving = _flights(replay, returned, places)
+    moving: dict[int, list[tuple[Cell, ChunkPart]]] = defaultdict(list)
+    cells = {(row, k): of for row, blocks in enumerate(returned) for k, of in enumerate(blocks)}
+    for origin in replay.ranks:  # a sum counts by its summands
+        for cell, block in cells.items():
+            if block.counts and block.counts[origin] and (block.chunk, origin) in places:
+                moving[origin].append((cell, block))
     step = min(LONGEST, STEPS / max(len(moving), 1))
     scene.duration = round(LEAD + step * len(moving) + LAST, 2)
     scene.intro = "What each rank was given."
@@ -106,7 +104,7 @@ def before_after_scene(
     draw_caption(sentences, scene.intro, (0.0, LEAD))
     ends = [LEAD + (k + 1) * step for k in range(len(moving) - 1)] + [scene.duration]
     for (origin, flights), begin, end in zip(moving.items(), [LEAD, *ends], ends):
-        last, rows = end == scene.duration, sorted({replay.ranks[row] for _, (row, _) in flights})
+        last, rows = end == scene.duration, sorted({replay.ranks[row] for (row, _), _ in flights})
         words = f"What rank {origin} was given goes to {ranks_text(rows, replay.ranks)}."
         if rows == [origin]:
             words = f"Rank {origin} keeps its data."
@@ -118,7 +116,7 @@ def before_after_scene(
         draw_caption(sentences, words, (begin, landed + 0.5 if last else end))
         stop = Stop(begin, end, f"{words} {text}") if last else Stop(begin, end - 0.03, words)
         scene.stops.append(stop)
-        for block, to in flights:
+        for to, block in flights:
             (x, y), (x0, y0) = new.inside(*to)[:2], old.inside(*places[block.chunk, origin])[:2]
             group = after.add("g", class_="flight").show((begin, scene.duration + 1))
             group.key("translate", (begin, (x0 - x, y0 - y)), (landed, (0.0, 0.0)), mode="ease")
@@ -135,10 +133,9 @@ def before_after_scene(
         scene.stops.append(Stop(LEAD, scene.duration, text))
         draw_caption(sentences, text, (LEAD, scene.duration + 1), wrong=wrong)
     sums = after.add("g").show((scene.duration - LAST, scene.duration + 1))
-    for row, blocks in enumerate(returned):
-        for column, block in enumerate(blocks):
-            if _summed(replay, block):
-                _marks(sums, new, replay, block, (row, column))
+    for cell, block in cells.items():
+        if _summed(replay, block):
+            _marks(sums, new, replay, block, cell)
     return scene
 
 
@@ -150,22 +147,6 @@ def _notes(replay: Replay, given: list[list[ChunkPart]], wrong: bool) -> list[st
     notes += ["Red: what a sum lacks, or contains twice."] * (replay.sums and wrong)
     unused = any(block.chunk is None for row in given for block in row)
     return notes + ["Dashed: values that are not used."] * unused
-
-
-def _flights(
-    replay: Replay, returned: list[list[ChunkPart]], places: dict[tuple[int | None, int], Cell]
-) -> dict[int, list[Flight]]:
-    """Return the blocks in the ranks' results, by the rank that was given them.
-
-    A block that is a sum counts by its summands.
-    """
-    found: dict[int, list[Flight]] = defaultdict(list)
-    for origin in replay.ranks:
-        for row, blocks in enumerate(returned):
-            for column, block in enumerate(blocks):
-                if block.counts and block.counts[origin] and (block.chunk, origin) in places:
-                    found[origin].append(Flight(block, (row, column)))
-    return found
 
 
 def _frame(panel: Node, grid: Grid, replay: Replay, name: str, rows: list[list[ChunkPart]]) -> None:

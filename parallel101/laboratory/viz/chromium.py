@@ -24,7 +24,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from parallel101.extras import needs_extra
 from parallel101.laboratory.viz.palette import LIGHT
@@ -36,19 +36,10 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--remote-debugging-port=0",
-    "--remote-allow-origins=*",
-]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--disable-dev-shm-usage", "--remote-debugging-port=0",
+         "--remote-allow-origins=*"]  # fmt: skip
 
 RATE = 12.5  # a GIF's images per second
 # A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a
@@ -73,28 +64,15 @@ class Browser:
             import websocket  # comes with JupyterLab
 
         self.profile = tempfile.mkdtemp(prefix="p101-browser-")
-        command = [
-            path,
-            *FLAGS,
-            f"--user-data-dir={self.profile}",
-            f"--window-size={width},{height}",
-            "about:blank",
-        ]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        window = f"--user-data-dir={self.profile}", f"--window-size={width},{height}"
+        streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        command = [path, *FLAGS, *window, "about:blank"]
+        self.process = subprocess.Popen(command, start_new_session=True, **streams)
         log = self.log = cast(IO[str], self.process.stderr)
         self.errors: list[str] = []  # exceptions that scripts of the page have thrown
         self.number = 0
-        address = next(
-            match[1]
-            for line in log
-            if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line))
-        )
+        ready = (re.search(r"listening on ws://([\d.]+:\d+)/", line) for line in log)
+        address = next(match[1] for match in ready if match)
         # reads the log, so that it never fills the pipe
         self.drain = threading.Thread(target=log.read, daemon=True)
         self.drain.start()
@@ -139,9 +117,8 @@ class Browser:
 
         If it is a promise, wait for it.
         """
-        answer = self.call(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
-        )
+        how = {"awaitPromise": True, "returnByValue": True}
+        answer = self.call("Runtime.evaluate", expression=expression, **how)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -174,9 +151,8 @@ class Browser:
         """
         self.call("Page.navigate", url=url)
         end = time.monotonic() + 60
-        while not self.js(
-            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
-        ):
+        there = f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
+        while not self.js(there):
             if time.monotonic() > end:
                 raise RuntimeError(f"{url} did not load within 60 s")
             time.sleep(0.02)
@@ -211,10 +187,8 @@ def gif(svg: Callable[[float], str], duration: float, width: float, height: floa
     colours = frames[-1].quantize(128, dither=Image.Dither.NONE)
     first, *rest = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
     durations = [int(1000 / RATE)] * len(rest) + [2000]  # milliseconds
-    file = io.BytesIO()
-    first.save(
-        file, "GIF", save_all=True, append_images=rest, duration=durations, loop=0, optimize=True
-    )
+    file, how = io.BytesIO(), {"duration": durations, "loop": 0, "optimize": True}
+    first.save(file, "GIF", save_all=True, append_images=rest, **how)
     return file.getvalue()
 
 

@@ -74,7 +74,11 @@ def deadlock_scene(
         )
     head = scene.panel(narrow="translate(0,0)")
     head.write(scene.title, 28, 40, None, "h")
-    head.write(_summary(cycle), 28, 64, 14, "w b")
+    summary = "Cycle: " + " → ".join(map(str, [*cycle, *cycle[:1]]))
+    if len(cycle) > 8:
+        summary = f"{len(cycle)} ranks wait for each other in a cycle."
+    nothing = "A rank waits for something that will never arrive."
+    head.write(summary if cycle else nothing, 28, 64, 14, "w b")
     graph = scene.panel(narrow="translate(40,0)")
     node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
     # two ranks are side by side; more are on a circle, with the first on top
@@ -95,14 +99,6 @@ def deadlock_scene(
 
 def _ranks_of(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if peers is None else peers if isinstance(peers, tuple) else (peers,)
-
-
-def _summary(cycle: Sequence[int]) -> str:
-    if not cycle:
-        return "A rank waits for something that will never arrive."
-    if len(cycle) > 8:
-        return f"{len(cycle)} ranks wait for each other in a cycle."
-    return "Cycle: " + " → ".join(str(rank) for rank in [*cycle, cycle[0]])
 
 
 def _bow(a: Point, b: Point, node: float) -> str:

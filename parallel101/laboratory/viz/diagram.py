@@ -30,22 +30,19 @@ class Diagram(NamedTuple):
 def diagram_of(topology: LogicalTopology) -> Diagram:
     """Place the ranks of a topology."""
     order, n = topology.order, len(topology.order)
-    if topology.kind == "pair":
-        shift = 110.0 if n == 2 else 0.0
-        pair = {rank: (ASIDE[0] + (2 * i - 1) * shift, ASIDE[1]) for i, rank in enumerate(order)}
-        return Diagram(topology, pair, 25.0, CORNER)
     if topology.kind in ("ring", "chain"):
         radius = 138.0 if n <= 8 else 150.0
         return Diagram(topology, circle(order, CENTRE, radius), _node(n, radius), (*CENTRE, 66.0))
-    if topology.kind == "star":
+    at, node = circle(order), _node(n)
+    if topology.kind == "pair":
+        shift, node = (110.0 if n == 2 else 0.0), 25.0
+        at = {rank: (ASIDE[0] + (2 * i - 1) * shift, ASIDE[1]) for i, rank in enumerate(order)}
+    elif topology.kind == "star":
         assert topology.root is not None
-        others = [rank for rank in order if rank != topology.root]
-        return Diagram(topology, circle(others) | {topology.root: ASIDE}, _node(n), CORNER)
-    if topology.kind == "tree":
-        return Diagram(topology, *_tree(topology), CORNER)
-    if topology.kind == "grid":
-        return Diagram(topology, *_grid(topology), CORNER)
-    return Diagram(topology, circle(order), _node(n), CORNER)
+        at = circle([rank for rank in order if rank != topology.root]) | {topology.root: ASIDE}
+    elif topology.kind in ("tree", "grid"):
+        at, node = _tree(topology) if topology.kind == "tree" else _grid(topology)
+    return Diagram(topology, at, node, CORNER)
 
 
 def _node(n: int, radius: float = 122.0) -> float:

@@ -10,10 +10,8 @@ collective view of its run (graph.py and matrix.py), moved to its place.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from parallel101.laboratory.analysis.replay import Replay, replay_of
-from parallel101.laboratory.record.trace import Trace
+from parallel101.laboratory.ranks.launch import Run
 from parallel101.laboratory.viz.captions import Captions
 from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.matrix import draw_matrix
@@ -27,16 +25,8 @@ GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"
 PAUSE = 0.6  # seconds from the end of the forward run to the start of the backward run
 
 
-class WatchedRun(Protocol):
-    """A run as `parallel101.watch` returns it."""
-
-    results: list[Any]
-    trace: Trace | None
-    watched: Any
-
-
 def forward_backward_scene(
-    forward: WatchedRun, backward: WatchedRun, *, title: str = "Forward and backward"
+    forward: Run, backward: Run, *, title: str = "Forward and backward"
 ) -> Scene:
     """Animate two watched runs side by side, one after the other.
 
@@ -65,7 +55,7 @@ def forward_backward_scene(
     return scene
 
 
-def _replay(run: WatchedRun, word: str) -> Replay:
+def _replay(run: Run, word: str) -> Replay:
     replay = (
         None if run.trace is None else replay_of(run.trace, run.results, None, run.watched, False)
     )

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,29 +30,12 @@ MOST_POINTS = 400
 # of the curves: dashes show two curves on top of each other
 DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")
 
-Losses = Sequence[tuple[float, float]]  # (step, loss)
-
-
-class StepLoss(Protocol):
-    """A step's loss, as `fit` passes it to `on_step` after each step."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-
-
-class LossHistory(Protocol):
-    """The losses of a training run, as `fit` returns them."""
-
-    @property
-    def steps(self) -> Sequence[int]: ...
-    @property
-    def losses(self) -> Sequence[float]: ...
+# (step, loss) pairs, or what `fit` returns: an object with `steps` and `losses`
+Losses = Any
 
 
 def loss_scene(
-    curves: LossHistory | Mapping[str, LossHistory | Losses],
+    curves: Losses | Mapping[str, Losses],
     *,
     title: str = "Training loss",
     until: float | None = None,
@@ -91,7 +74,7 @@ def loss_scene(
     return draw_plot(title, "", 330, drawn, axes, description="; ".join(words))
 
 
-def points(curve: LossHistory | Losses) -> list[tuple[float, float]]:
+def points(curve: Losses) -> list[tuple[float, float]]:
     pairs = curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True)
     return [(float(step), float(loss)) for step, loss in pairs]
 
@@ -132,13 +115,13 @@ class LiveLoss:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps([name, step, loss]) + "\n")
 
-    def curve(self, name: str, rank: int = 0) -> Callable[[StepLoss], None]:
+    def curve(self, name: str, rank: int = 0) -> Callable[[Any], None]:
         """Return an `on_step` for `fit` that adds the loss of every step to this curve.
 
         All ranks may pass it; only `rank` writes.
         """
 
-        def on_step(step: StepLoss) -> None:
+        def on_step(step: Any) -> None:
             if not dist.is_initialized() or dist.get_rank() == rank:
                 self.add(name, step.step, step.loss)
 

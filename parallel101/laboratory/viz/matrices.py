@@ -67,8 +67,8 @@ class CutMatrix(NamedTuple):
     cut: str = ""  # "rows", "columns", or "" if every rank holds all of it
     blocks: tuple[tuple[int, int], ...] = ()  # (position on the axis, size), in order
     style: str = ""
-    forward: str = ""  # the collective that forward needs, or ""
-    backward: str = ""
+    # the collectives that forward and backward need, in words
+    needs: tuple[str, ...] = ()
 
 
 def matrices_scene(
@@ -111,7 +111,7 @@ def matrices_scene(
     sides = {n: side(n, longest, LONG, SHORT) for m in found for n in (m.rows, m.columns)}
     grid = [found[i : i + ACROSS] for i in range(0, len(found), ACROSS)]
     heights = [
-        max(side(m.rows, longest, LONG, SHORT) + 16 * len(in_words(m)) for m in row) + 84
+        max(side(m.rows, longest, LONG, SHORT) + 16 * len(m.needs) for m in row) + 84
         for row in grid
     ]
     words = " ".join(matrix_text(m) for m in found)
@@ -172,8 +172,9 @@ def matrices_of(
         matrix = CutMatrix(name, 1, rows, columns)
         if cut:
             blocks = tuple((k, size // parts) for k, size in enumerate(sizes)) * parts
-            needed = collectives.get(style, ("", ""))
-            matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, *needed)
+            both = zip(("forward", "backward"), collectives.get(style, ()))
+            needs = tuple(f"{when}: {what}" for when, what in both if what)
+            matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, needs)
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
         drawn.setdefault(key, []).append(matrix)
     for (name, *_), alike in drawn.items():
@@ -183,7 +184,7 @@ def matrices_of(
 def matrix_text(m: CutMatrix) -> str:
     """Return the numbers of a matrix, for the picture's alternative text."""
     how = f"{m.cut} cut into {sizes_text(m)} ({m.style})" if m.cut else "whole on every rank"
-    more = "".join(f"; {what}" for what in in_words(m))
+    more = "".join(f"; {what}" for what in m.needs)
     return f"{m.name}: {m.rows} × {m.columns}, {how}{more}."
 
 
@@ -197,17 +198,12 @@ def sizes_text(m: CutMatrix) -> str:
     return " + ".join(map(str, sizes))
 
 
-def in_words(m: CutMatrix) -> list[str]:
-    """Return the collectives in words: "forward: all-reduce outputs"."""
-    both = {"forward": m.forward, "backward": m.backward}
-    return [f"{when}: {what}" for when, what in both.items() if what]
-
-
 def _matrix(scene: Node, m: CutMatrix, sides: Mapping[int, float], left: float, top: float) -> None:
     width, tall = sides[m.columns], sides[m.rows]
     x, y = left + 34, top + 54
-    several = f"  × {m.times}" if m.times > 1 else ""
-    scene.write(shortened(m.name.removesuffix(".weight")) + several, left, top + 14, 13.5, "b")
+    several, name = f"  × {m.times}" if m.times > 1 else "", m.name.removesuffix(".weight")
+    name = name if len(name) <= 24 else f"…{name[-23:]}"
+    scene.write(name + several, left, top + 14, 13.5, "b")
     words = f"{m.style.partition(' ')[0]}: {sizes_text(m)} {m.cut}" if m.cut else "not cut"
     scene.write(words, left, top + 31, 12, "m")
     scene.write(m.columns, x + width / 2, y - 5, 11, "m c")
@@ -223,9 +219,5 @@ def _matrix(scene: Node, m: CutMatrix, sides: Mapping[int, float], left: float, 
         scene.rect(*place, f"cut f{position % len(CHUNK)}", title=title)
         scene.label(position, place, f"o{position % len(CHUNK)}", 11.5, 11)
         at += size
-    for i, words in enumerate(in_words(m)):
+    for i, words in enumerate(m.needs):
         scene.write(words, left, y + tall + 17 + 16 * i, 11, "m")
-
-
-def shortened(name: str) -> str:
-    return name if len(name) <= 24 else f"…{name[-23:]}"

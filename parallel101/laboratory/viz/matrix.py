@@ -68,9 +68,9 @@ def draw_matrix(scene: Scene, timing: Timing, legend: Sequence[str]) -> None:
     marks = Node("g")
     _cells(panel, marks, grid, timing)
     lines, narrowest = "", grid.width  # between stripes, through all rows of a column
-    for column, chunk in enumerate(replay.chunks):
-        for k in range(1, len(chunk.stripes)):
-            x, _, width, _ = grid.stripe(0, column, k, len(chunk.stripes))
+    for column, of in enumerate(replay.chunks):
+        for k in range(1, len(of.stripes)):
+            x, _, width, _ = grid.stripe(0, column, k, len(of.stripes))
             narrowest = min(narrowest, width)
             lines += f"M{number(round(x, 2))} {grid.top:.1f}V{grid.bottom:.1f}"
     if lines:
@@ -131,11 +131,11 @@ def _cells(panel: Node, marks: Node, grid: Grid, timing: Timing) -> None:
         group, errors = (Node("g") if always else Node("g").show(span) for _ in range(2))
         paths: dict[int, str] = defaultdict(str)
         for cell, counts in cells:
-            chunk = replay.chunks[cell[1]]
+            held = replay.chunks[cell[1]]
             paths[cell[1]] += filled(grid, replay, cell, counts)
-            if chunk.mixed:
+            if held.mixed:
                 grid.faults(errors, cell, ["?"])
-            twice = [f"×{counts[k]}" if counts[k] > 1 else "" for k in chunk.stripes]
+            twice = [f"×{counts[k]}" if counts[k] > 1 else "" for k in held.stripes]
             grid.faults(errors, cell, twice)
         for column, path in sorted(paths.items()):
             group.path(path, f"f{column % 8}")

@@ -71,20 +71,29 @@ def node_scene(chip: str | Chip = "H100") -> Scene:
     scene.style += STYLE
     scene.narrow = (640, 848)
     scene.head("", "Lines are as wide as their bandwidth. All figures are for one direction.")
-    scale = WIDE / node.bandwidth
-    widths = [scale * rate for rate in (node.bandwidth, chip.pcie_bandwidth, card)]
-    _links(scene.panel(narrow="translate(0,-24)"), node.size, widths)
     nvlink = "From each GPU into its node's NVSwitches. Both directions, as advertised: "
     nvlink += f"{per_second(2 * node.bandwidth)}."
-    pcie = "Between a GPU, its network card and the CPUs."
     network = f"{8e-9 * card:.0f} Gbit/s InfiniBand or Ethernet, from each card into the switch "
     network += f"of its rail. {leaf.rails} rails carry {per_second(leaf.bandwidth)} for a node."
-    kinds = [
-        ("NVLink", node.bandwidth, nvlink),
-        ("PCIe", chip.pcie_bandwidth, pcie),
-        ("Network", card, network),
-    ]
-    _legend(scene.panel(narrow=f"translate({28 - LEGEND:g},376)"), widths, kinds, leaf.size)
+    links = {
+        "nvlink": ("NVLink", node.bandwidth, nvlink),
+        "pcie": ("PCIe", chip.pcie_bandwidth, "Between a GPU, its network card and the CPUs."),
+        "net": ("Network", card, network),
+    }
+    widths = {kind: WIDE / node.bandwidth * rate for kind, (_, rate, _) in links.items()}
+    _links(scene.panel(narrow="translate(0,-24)"), node.size, widths)
+    panel, y = scene.panel(narrow=f"translate({28 - LEGEND:g},376)"), 112.0
+    for kind, (name, rate, text) in links.items():
+        panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=widths[kind])
+        panel.write(name, LEGEND + 42, y, 15, "b")
+        panel.write(per_second(rate), END, y, 15, "b e")
+        for line in textwrap.wrap(text, 34):
+            y += 20
+            panel.write(line, LEGEND + 42, y, 14, "m")
+        y += 44
+    for line in textwrap.wrap(f"Rail i connects card i of {leaf.size} nodes. Two are drawn.", 34):
+        panel.write(line, LEGEND + 42, y, 14)
+        y += 20
     return scene
 
 
@@ -92,22 +101,21 @@ def per_second(rate: float) -> str:
     return f"{decimal_bytes(rate)}/s"
 
 
-def _links(panel: Node, gpus: int, widths: list[float]) -> None:
+def _links(panel: Node, gpus: int, widths: dict[str, float]) -> None:
     """Draw the node, the switches of the rails, and the top of the next node."""
-    nvlink, pcie, net = widths
     middles = [LEFT + COLUMN * i for i in range(gpus)]
     for title, top, bottom in (("node 0", 84.0, 324.0), ("node 1", 408.0, 472.0)):
         panel.rect(28, top, RIGHT - 28, bottom - top, "node", rx=8)
         panel.write(title, 38, top + 18, 14, "m")
-    panel.path(f"M78 {PCIE}H{middles[-1]}", "link pcie", stroke_width=pcie)
+    panel.path(f"M78 {PCIE}H{middles[-1]}", "link pcie", stroke_width=widths["pcie"])
     for x in middles:
-        for kind, width, top, bottom in (
-            ("nvlink", nvlink, SWITCH[1], GPU[0]),
-            ("pcie", pcie, GPU[1], CARD[0]),
-            ("net", net, CARD[1], RAIL[0]),
-            ("net", net, RAIL[1], NEXT[0]),
+        for kind, top, bottom in (
+            ("nvlink", SWITCH[1], GPU[0]),
+            ("pcie", GPU[1], CARD[0]),
+            ("net", CARD[1], RAIL[0]),
+            ("net", RAIL[1], NEXT[0]),
         ):
-            panel.path(f"M{x} {top}V{bottom}", f"link {kind}", stroke_width=width)
+            panel.path(f"M{x} {top}V{bottom}", f"link {kind}", stroke_width=widths[kind])
         panel.rect(x - 5, PCIE - 5, 10, 10, "port", rx=2)
     across = middles[-1] - middles[0] + BOX
     _box(panel, middles[0] - BOX / 2, SWITCH, across, "NVSwitch")
@@ -121,21 +129,3 @@ def _links(panel: Node, gpus: int, widths: list[float]) -> None:
 def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: str) -> None:
     panel.rect(x, row[0], width, row[1] - row[0], "part", rx=5)
     panel.label(name, (x, row[0], width, row[1] - row[0]), "", 14, 0)
-
-
-def _legend(
-    panel: Node, widths: list[float], rows: list[tuple[str, float, str]], nodes: int
-) -> None:
-    """Draw for each kind of link its line, its name and bandwidth, and what it connects."""
-    y = 112.0
-    for kind, width, (name, rate, text) in zip(("nvlink", "pcie", "net"), widths, rows):
-        panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=width)
-        panel.write(name, LEGEND + 42, y, 15, "b")
-        panel.write(per_second(rate), END, y, 15, "b e")
-        for line in textwrap.wrap(text, 34):
-            y += 20
-            panel.write(line, LEGEND + 42, y, 14, "m")
-        y += 44
-    for line in textwrap.wrap(f"Rail i connects card i of {nodes} nodes. Two are drawn.", 34):
-        panel.write(line, LEGEND + 42, y, 14)
-        y += 20

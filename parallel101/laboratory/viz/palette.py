@@ -12,36 +12,22 @@ import re
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
-LIGHT = {
-    "bg": "#ffffff",
-    "ink": "#1f2933",
-    "mute": "#5f6c7b",
-    "line": "#c5ced8",
-    "hatch": "#a3b0bd",
-    "faint": "#eef1f5",
-    "accent": "#0b62a8",
-    "warn": "#b3480f",
-    "p0": "#3B5BDB",
-    "p1": "#882255",
-    "p2": "#117733",
-    "p3": "#B3480F",
-    "p4": "#5B3E96",
+COLOURS = {  # in the light theme, and in the dark one
+    "bg": ("#ffffff", "#14181f"),
+    "ink": ("#1f2933", "#e6eaf0"),
+    "mute": ("#5f6c7b", "#9aa7b5"),
+    "line": ("#c5ced8", "#3b4654"),
+    "hatch": ("#a3b0bd", "#68788b"),
+    "faint": ("#eef1f5", "#202733"),
+    "accent": ("#0b62a8", "#6cb8f0"),
+    "warn": ("#b3480f", "#f0955a"),
+    "p0": ("#3B5BDB", "#8EA2FF"),
+    "p1": ("#882255", "#E687B4"),
+    "p2": ("#117733", "#5FC486"),
+    "p3": ("#B3480F", "#F0955A"),
+    "p4": ("#5B3E96", "#B79BEA"),
 }
-DARK = {
-    "bg": "#14181f",
-    "ink": "#e6eaf0",
-    "mute": "#9aa7b5",
-    "line": "#3b4654",
-    "hatch": "#68788b",
-    "faint": "#202733",
-    "accent": "#6cb8f0",
-    "warn": "#f0955a",
-    "p0": "#8EA2FF",
-    "p1": "#E687B4",
-    "p2": "#5FC486",
-    "p3": "#F0955A",
-    "p4": "#B79BEA",
-}
+LIGHT, DARK = ({name: pair[k] for name, pair in COLOURS.items()} for k in (0, 1))
 THEMES = {"light": LIGHT, "dark": DARK}
 PLOTTED = ("p0", "p1", "p2", "p3", "p4")  # the lines of a plot, in order
 

@@ -37,6 +37,7 @@ LEAD, SWEEP, TAIL = 0.3, 11.0, 1.0
 LARGEST, SMALLEST = 13.0, 9.0
 MOST_ROWS, MOST_MESSAGES, MOST_SQUARES = 96, 400, 60
 CLASSES = {"F": "f0", "B": "f1 both", "I": "f1", "W": "f2"}
+SHADES = (1.0, 0.5, 0.33, 0.2)  # of the boxes of a rank's first stage, second and so on
 NAMES = {
     "F": "forward",
     "B": "backward (both gradients)",
@@ -76,57 +77,49 @@ def pipeline_scene(
     Raises:
         ValueError: a record has no pipeline, or there are more than 96 rows.
     """
-    panels = _panels(source, within)
-    if any(times.recorded for times in panels.values()):  # one time axis, so one unit
-        panels = {name: times._replace(recorded=True) for name, times in panels.items()}
-    rows = sum(len(times.ranks) for times in panels.values())
-    if not 0 < rows <= MOST_ROWS:
-        raise ValueError(
-            f"{len(panels)} pipelines have {rows} ranks together: expected 1 to {MOST_ROWS} rows "
-            "to draw"
-        )
-    row = 26.0 if rows <= 24 else 20.0 if rows <= 48 else 13.0
-    longest = max(times.makespan for times in panels.values())
-    high = math.ceil(TOP + rows * row + len(panels) * (HEAD + BETWEEN) + 34)
-    words = " ".join(panel_text(name, times) for name, times in panels.items())
-    scene = Scene(960, high, title, words)
-    line = TimeRows(scene, 0.0, longest, right=RIGHT, text=("b", LARGEST, SMALLEST))
-    scene.definitions.append(BOTH)
-    scene.style += STYLE + "".join(
-        f".k{k}{{fill-opacity:{shade(k)}}}" for k in range(1, max_chunks(panels))
-    )
-    _head(line, panels)
-    y = TOP
-    most = max(times.peak(rank) for times in panels.values() for rank in times.ranks)
-    for name, times in panels.items():
-        scene.write(name, LEFT, y + 13, 15, "b")
-        more = "" if len({facts(of) for of in panels.values()}) == 1 else f"{facts(times)} · "
-        scene.write(more + panel_facts(times), RIGHT, y + 13, 13, "m e")
-        _panel(line, times, y + HEAD - 4, row, most)
-        _cursor(line, times.makespan, y + HEAD - 4, len(times.ranks) * row - 2)
-        y += HEAD + len(times.ranks) * row + BETWEEN
-    seconds = any(times.recorded for times in panels.values())
-    line.axis(y, lambda time: duration(time, seconds), most=10)
-    scene.write("time", HELD, y + 19, 11, "m")
-    _stops(scene, panels, longest)
-    return scene
-
-
-def _panels(
-    source: Source | Mapping[str, Source], within: tuple[str, ...]
-) -> dict[str, PipelineTimes]:
     if isinstance(source, Trace) and within:
-        return {name: recorded_times(source, name) for name in within}
-    if within:
+        drawn = {name: recorded_times(source, name) for name in within}
+    elif within:
         raise ValueError(
             f"within={', '.join(map(repr, within))}: names of spans choose parts of one record; "
             "pass run.trace with them"
         )
-    panels = source if isinstance(source, Mapping) else {"": source}
-    return {
-        name: recorded_times(of) if isinstance(of, Trace) else planned_times(of)
-        for name, of in panels.items()
-    }
+    else:
+        drawn = {
+            name: recorded_times(of) if isinstance(of, Trace) else planned_times(of)
+            for name, of in (source if isinstance(source, Mapping) else {"": source}).items()
+        }
+    if seconds := any(times.recorded for times in drawn.values()):  # one time axis, so one unit
+        drawn = {name: times._replace(recorded=True) for name, times in drawn.items()}
+    count = sum(len(times.ranks) for times in drawn.values())
+    if not 0 < count <= MOST_ROWS:
+        raise ValueError(
+            f"{len(drawn)} pipelines have {count} ranks together: expected 1 to {MOST_ROWS} rows "
+            "to draw"
+        )
+    row = 26.0 if count <= 24 else 20.0 if count <= 48 else 13.0
+    longest = max(times.makespan for times in drawn.values())
+    high = math.ceil(TOP + count * row + len(drawn) * (HEAD + BETWEEN) + 34)
+    scene = Scene(960, high, title, " ".join(panel_text(*panel) for panel in drawn.items()))
+    rows = TimeRows(scene, 0.0, longest, right=RIGHT, text=("b", LARGEST, SMALLEST))
+    chunks = max(len(times.stages(rank)) for times in drawn.values() for rank in times.ranks)
+    scene.definitions.append(BOTH)
+    scene.style += STYLE
+    scene.style += "".join(f".k{k}{{fill-opacity:{SHADES[min(k, 3)]}}}" for k in range(1, chunks))
+    common = {facts(times) for times in drawn.values()}
+    _head(scene, drawn, chunks, common.copy().pop() if len(common) == 1 else "")
+    y, most = TOP, max(times.peak(rank) for times in drawn.values() for rank in times.ranks)
+    for name, times in drawn.items():
+        scene.write(name, LEFT, y + 13, 15, "b")
+        more = f"{facts(times)} · " * (len(common) > 1)
+        scene.write(more + panel_facts(times), RIGHT, y + 13, 13, "m e")
+        _panel(rows, times, y + HEAD - 4, row, most)
+        _cursor(rows, times.makespan, y + HEAD - 4, len(times.ranks) * row - 2)
+        y += HEAD + len(times.ranks) * row + BETWEEN
+    rows.axis(y, lambda time: duration(time, seconds), most=10)
+    scene.write("time", HELD, y + 19, 11, "m")
+    _stops(scene, drawn, longest)
+    return scene
 
 
 def panel_facts(times: PipelineTimes) -> str:
@@ -138,10 +131,8 @@ def panel_facts(times: PipelineTimes) -> str:
 def panel_text(name: str, times: PipelineTimes) -> str:
     """Return the numbers of a panel, for the picture's alternative text."""
     held = ", ".join(str(times.peak(rank)) for rank in times.ranks)
-    return (
-        f"{name or 'Pipeline'}: {facts(times)}, {panel_facts(times)}. Activations held at most, by "
-        f"rank: {held}."
-    )
+    told = f"{name or 'Pipeline'}: {facts(times)}, {panel_facts(times)}."
+    return f"{told} Activations held at most, by rank: {held}."
 
 
 def facts(times: PipelineTimes) -> str:
@@ -158,27 +149,16 @@ def duration(time: float, recorded: bool) -> str:
     return human_seconds(time) if recorded else f"{time:.0f}" if time >= 1000 else f"{time:.4g}"
 
 
-def max_chunks(panels: Mapping[str, PipelineTimes]) -> int:
-    """Return the most stages that a rank has."""
-    return max(len(times.stages(rank)) for times in panels.values() for rank in times.ranks)
-
-
-def shade(chunk: int) -> float:
-    """Return the opacity of the boxes of a rank's k-th stage."""
-    return (1.0, 0.5, 0.33, 0.2)[min(chunk, 3)]
-
-
-def _head(rows: TimeRows, panels: Mapping[str, PipelineTimes]) -> None:
-    scene, common = rows.scene, {facts(times) for times in panels.values()}
-    chunks = max_chunks(panels)
+def _head(scene: Scene, panels: Mapping[str, PipelineTimes], chunks: int, common: str) -> None:
+    """Draw the title and the legend. `chunks`: the most stages of a rank."""
     sentence = "What each rank computes; the number is the microbatch."
     sentence += " Faded: its second stage." * (chunks == 2)
     sentence += " The more faded, the later its stage." * (chunks > 2)
     if any(times.bubbles(rank) for times in panels.values() for rank in times.ranks):
         sentence += " Hatched: it waits (bubble)."
-    scene.head(common.pop() if len(common) == 1 else "", sentence)
+    scene.head(common, sentence)
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
-    messages = any(_lines(times) for times in panels.values())
+    messages = any(0 < len(times.messages) <= MOST_MESSAGES for times in panels.values())
     if messages:
         scene.path("M29 79l12 12", "sent")
         scene.write("message", 48, 89, 12.5, "m")
@@ -188,28 +168,28 @@ def _head(rows: TimeRows, panels: Mapping[str, PipelineTimes]) -> None:
 
 
 def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: int) -> None:
-    scene, x = rows.scene, rows.x
-    tall = row - 2
+    """Draw a row for each rank, and the messages between them, if they are few enough."""
+    scene, x, tall = rows.scene, rows.x, row - 2
     place = {rank: top + i * row for i, rank in enumerate(times.ranks)}
     named = any(times.stages(rank) != [rank] for rank in times.ranks)
     for rank, y in place.items():
-        stages = times.stages(rank)
         first, last = times.extent(rank)
         middle = f"{y + tall / 2:.1f}H"
         before, after = f"M{LEFT} {middle}{x(first):.1f}", f"M{x(last):.1f} {middle}"
         scene.path(f"{before}{after}{x(times.makespan):.1f}", "off")
         if named and tall >= 20:
             rows.rank(rank, y + tall / 2 - 1, 12)
-            scene.write(stages_text(stages), LEFT - 10, y + tall / 2 + 10, 10, "m e")
+            text = stages_text(times.stages(rank))
+            scene.write(text, LEFT - 10, y + tall / 2 + 10, 10, "m e")
         else:
             rows.rank(rank, y + tall / 2 + 4, min(12.5, tall))
         rows.draw(_bars(times, rank, tall), y)
         _held(rows, times, rank, most, y, tall)
     lines = ""
-    for src, dst, start, end in _lines(times):  # from rim to rim
+    for src, dst, start, end in times.messages:  # from rim to rim
         low = (tall - 3, 3) if place[dst] > place[src] else (3, tall - 3)
         lines += f"M{x(start):.1f} {place[src] + low[0]:.1f}L{x(end):.1f} {place[dst] + low[1]:.1f}"
-    if lines:
+    if 0 < len(times.messages) <= MOST_MESSAGES:
         scene.path(lines, "sent").add("title", "messages between stages")
 
 
@@ -253,7 +233,7 @@ def _held(
     pitch, across = max(
         (min(11.0, tall / n, (HELD_END - HELD) / c), c) for n, c in enumerate(columns, 1)
     )
-    lines = -(-peak // across)
+    lines, played = -(-peak // across), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1)
     steps = [(playing(rows, time), count) for time, count in times.held(rank)]
     ends = [*(t for t, _ in steps[1:]), math.inf]
     for i in range(peak):
@@ -264,7 +244,7 @@ def _held(
         spans = [(t, end) for (t, n), end in zip(steps, ends) if n > i and end > t]
         filled = union((t, min(end, LEAD + SWEEP)) for t, end in spans)
         square = scene.rect(*place, pitch - 2.2, pitch - 2.2, "f0 held")
-        square.show((0.0, LEAD), *filled, (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
+        square.show((0.0, LEAD), *filled, played)
 
 
 def playing(rows: TimeRows, time: float) -> float:
@@ -274,45 +254,31 @@ def playing(rows: TimeRows, time: float) -> float:
 
 def _cursor(rows: TimeRows, makespan: float, y: float, tall: float) -> None:
     """Draw a line that moves through a panel, and a veil over what comes after it."""
-    scene, right, end = rows.scene, rows.x(makespan), playing(rows, makespan)
+    scene, end = rows.scene, playing(rows, makespan)
     name = f"panel{len(scene.definitions)}"
-    area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
-    scene.definitions.append(f'<clipPath id="{name}"><rect {area}/></clipPath>')
-    frames = (LEAD, (LEFT, 0.0)), (end, (right, 0.0))
+    area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{rows.x(makespan) - LEFT + 2:.1f}"'
+    area = f'<rect {area} height="{tall + 2:.1f}"/>'
+    scene.definitions.append(f'<clipPath id="{name}">{area}</clipPath>')
     clipped = scene.add("g", clip_path=f"url(#{name})")
     veil = clipped.rect(0, y - 1, RIGHT - LEFT + 2, tall + 2, "veil")
-    veil.key("translate", *frames).show((LEAD, end))
+    veil.key("translate", (LEAD, (LEFT, 0.0)), (end, (rows.x(makespan), 0.0))).show((LEAD, end))
     cursor = rows.cursor(scene, [(LEAD, 0.0), (end, makespan)], y - 3, y + tall + 3)
     cursor.show((LEAD, LEAD + SWEEP))
 
 
 def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
     """Add stops at the ticks of the axis. Each says how many ranks compute then."""
-    scene.duration = LEAD + SWEEP + TAIL
-    whole = "The whole picture."
-    scene.intro = f"{whole} {scene.intro}"
-    seconds = any(times.recorded for times in panels.values())
-    step = round_step(longest, 10)
-    moments = [k * step for k in range(1, int(longest / step - 1e-9) + 1)] if longest else []
-    begin = LEAD
-    for time in moments:
+    scene.duration, begin, step = LEAD + SWEEP + TAIL, LEAD, round_step(longest, 10)
+    scene.intro = f"The whole picture. {scene.intro}"
+    for k in range(1, int(longest / step - 1e-9) + 1 if longest else 1):
+        time, told = k * step, []
+        for name, times in panels.items():
+            busy = {slot.rank for slot in times.slots if slot.start < time <= slot.end}
+            waits = {r for r, of in times.waits.items() if any(a < time <= b for a, b in of)}
+            words = f"{len(busy - waits)} of {len(times.ranks)} ranks compute"
+            told.append(f"{name}: {words}" if name else words)
+            recorded = times.recorded
         end = LEAD + SWEEP * time / longest
-        of = (f"{name}: {computing(times, time)}" for name, times in panels.items())
-        busy = "; ".join(words.removeprefix(": ") for words in of)
-        scene.stops.append(Stop(begin, end, f"At {duration(time, seconds)}: {busy}."))
+        scene.stops.append(Stop(begin, end, f"At {duration(time, recorded)}: {'; '.join(told)}."))
         begin = end
-    scene.stops.append(Stop(begin, scene.duration, whole))
-
-
-def computing(times: PipelineTimes, time: float) -> str:
-    """Return how many ranks compute at a time: "3 of 4 ranks compute"."""
-    busy = {slot.rank for slot in times.slots if slot.start < time <= slot.end}
-    for rank, waits in times.waits.items():
-        if any(start < time <= end for start, end in waits):
-            busy.discard(rank)
-    return f"{len(busy)} of {len(times.ranks)} ranks compute"
-
-
-def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:
-    """Return the messages to draw: all of them, or none if they are too many to follow."""
-    return times.messages if len(times.messages) <= MOST_MESSAGES else []
+    scene.stops.append(Stop(begin, scene.duration, "The whole picture."))

@@ -24,7 +24,7 @@ from parallel101.laboratory.record.units import (
     round_step,
 )
 from parallel101.laboratory.viz.palette import PLOTTED
-from parallel101.laboratory.viz.scene import END, PHONE, Node, Scene
+from parallel101.laboratory.viz.scene import END, PHONE, Scene
 
 Series = Mapping[str, Mapping[float, float]]
 Spread = Mapping[str, Mapping[float, tuple[float, float]]]
@@ -106,60 +106,48 @@ def draw_plot(
     narrow = scene.add("g", **ONLY_NARROW)
     for k, line in enumerate(textwrap.wrap(title, 40)):
         narrow.write(line, 28, 36 + 22 * k, 17, "b")
+    x_axis, y_axis = axes
+    bottom, marked = height - 46.0, sum(bool(curve.points) for curve in curves) > 1
     for panel, left, most, end in ((scene.panel("none"), 86, 8, END), (narrow, 82, 4, PHONE - 28)):
         right = min(770.0, end - 60, max(end - names - 40, left + 150))
-        x_axis = axes[0]._replace(ticks=[*axes[0].ticks][:: -(-len(axes[0].ticks) // most)])
-        box = (left, right, top, height - 46.0)
-        _draw(panel, box, curves, x_axis, axes[1], x_label, end)
+
+        def x_of(x: float, left: float = left, right: float = right) -> float:
+            return left + (right - left) * x_axis.part(x)
+
+        def y_of(y: float) -> float:
+            return bottom - (bottom - top) * y_axis.part(y)
+
+        for value, text in [*x_axis.ticks][:: -(-len(x_axis.ticks) // most)]:
+            panel.path(f"M{x_of(value):.1f} {top:g}V{bottom + 4:g}", "grid")
+            panel.write(text, x_of(value), bottom + 19, 12, "m c")
+        for value, text in y_axis.ticks:
+            panel.path(f"M{left} {y_of(value):.1f}H{right:g}", "grid")
+            panel.write(text, left - 8, y_of(value) + 4, 12, "m e")
+        panel.add("path", d=f"M{left} {top:g}V{bottom:g}H{right:g}", class_="edge", fill="none")
+        if x_label:
+            panel.write(x_label, right, bottom + 37, 12, "m e")
+        lines, ends = panel.add("g", class_="lines"), {}
+        for i, curve in enumerate(curves):
+            if curve.line:
+                places = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve.line)
+                lines.add("polyline", points=places, class_=f"l{i}", stroke_dasharray=curve.dashes)
+            bars = "".join(
+                f"M{x_of(x) - 4:.1f} {y_of(low):.1f}h8m-4 0V{y_of(high):.1f}m-4 0h8"
+                for x, low, high in curve.bars
+            )
+            points = "".join(f"M{x_of(x):.1f} {y_of(y):.1f}{MARKERS[i]}" for x, y in curve.points)
+            for path, look in ((bars, f"l{i}"), (points, f"l{i} hollow")):
+                if path:
+                    lines.path(path, look)
+            if last := max([*(curve.line or curve.points)], default=None):
+                ends[i] = y_of(last[1])
+        for i, y in spread_out(ends, bottom - 4).items():
+            if marked and curves[i].points:
+                lines.path(f"M{right + 18:g} {y:.1f}{MARKERS[i]}", f"l{i} hollow")
+            panel.write(curves[i].name, right + 14 + 14 * marked, y + 4, 13, f"b l{i}")
+            if curves[i].value:
+                panel.write(curves[i].value, end, y + 4, 13, "m e")
     return scene
-
-
-def _draw(
-    panel: Node,
-    box: tuple[float, float, float, float],
-    curves: Sequence[Curve],
-    x_axis: Scale,
-    y_axis: Scale,
-    x_label: str,
-    end: float,
-) -> None:
-    """Draw the axes, the curves and their labels. `box`: left, right, top and bottom."""
-    left, right, top, bottom = box
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return left + (right - left) * x_axis.part(x), bottom - (bottom - top) * y_axis.part(y)
-
-    for value, text in x_axis.ticks:
-        x = at(value, y_axis.low)[0]
-        panel.path(f"M{x:.1f} {top:g}V{bottom + 4:g}", "grid")
-        panel.write(text, x, bottom + 19, 12, "m c")
-    for value, text in y_axis.ticks:
-        y = at(x_axis.low, value)[1]
-        panel.path(f"M{left} {y:.1f}H{right:g}", "grid")
-        panel.write(text, left - 8, y + 4, 12, "m e")
-    panel.add("path", d=f"M{left} {top:g}V{bottom:g}H{right:g}", class_="edge", fill="none")
-    if x_label:
-        panel.write(x_label, right, bottom + 37, 12, "m e")
-    lines, ends = panel.add("g", class_="lines"), {}
-    for i, curve in enumerate(curves):
-        if curve.line:
-            places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in curve.line))
-            lines.add("polyline", points=places, class_=f"l{i}", stroke_dasharray=curve.dashes)
-        ends_of = ((*at(x, low), at(x, high)[1]) for x, low, high in curve.bars)
-        bars = "".join(f"M{x - 4:.1f} {a:.1f}h8m-4 0V{b:.1f}m-4 0h8" for x, a, b in ends_of)
-        points = "".join(f"M{x:.1f} {y:.1f}{MARKERS[i]}" for x, y in (at(*p) for p in curve.points))
-        for path, look in ((bars, f"l{i}"), (points, f"l{i} hollow")):
-            if path:
-                lines.path(path, look)
-        if last := max([*(curve.line or curve.points)], default=None):
-            ends[i] = at(*last)[1]
-    marked = sum(bool(curve.points) for curve in curves) > 1
-    for i, y in spread_out(ends, bottom - 4).items():
-        if marked and curves[i].points:
-            lines.path(f"M{right + 18:g} {y:.1f}{MARKERS[i]}", f"l{i} hollow")
-        panel.write(curves[i].name, right + 14 + 14 * marked, y + 4, 13, f"b l{i}")
-        if curves[i].value:
-            panel.write(curves[i].value, end, y + 4, 13, "m e")
 
 
 def spread_out(heights: Mapping[int, float], lowest: float) -> dict[int, float]:
@@ -223,7 +211,12 @@ def sweep(
     if not swept or not 1 <= len(names) <= len(MARKERS):
         got = f"got {len(names)} labels ({', '.join(names)})"
         raise ValueError(f"{got}: expected 1 to {len(MARKERS)}, with points")
-    lines = {name: _line(of, swept[0], swept[-1]) for name, of in model.items()}
+    ratio, parts = swept[-1] / swept[0] if swept[0] else 1.0, LINE_POINTS - 1
+    even = [swept[0] * ratio ** (k / parts) for k in range(LINE_POINTS)]  # evenly on the axis
+    lines = {
+        name: of if isinstance(of, Mapping) else {size: of(size) for size in even}
+        for name, of in model.items()
+    }
     values = [v for of in (*measured.values(), *lines.values()) for v in of.values()]
     values += [v for bars in spread.values() for ends in bars.values() for v in ends]
     if not min(values + swept) > 0:
@@ -292,19 +285,6 @@ def bandwidth(
         for name, of in (spread or {}).items()
     }
     return sweep(points, lines, spread=bars, title=title, subtitle=subtitle, y="bytes/s")
-
-
-def _line(
-    model: Mapping[float, float] | Callable[[float], float], first: float, last: float
-) -> Mapping[float, float]:
-    """Return the points of a model's line.
-
-    A function is evaluated at sizes that are evenly spaced on the axis.
-    """
-    if isinstance(model, Mapping):
-        return model
-    sizes = [first * (last / first) ** (k / (LINE_POINTS - 1)) for k in range(LINE_POINTS)]
-    return {size: model(size) for size in sizes}
 
 
 def _widened(values: Sequence[float]) -> tuple[float, float]:

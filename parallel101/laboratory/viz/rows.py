@@ -112,34 +112,28 @@ class TimeRows:
             self.scene.write(text(k * step) if k else "0", at, y + 19, 11, "m c")
 
     def bars(
-        self,
-        events: Iterable[Event],
-        lanes: dict[int, int],
-        depth: int,
-        tall: float,
-        thin: float,
-        flows: dict[int, int] | None = None,
+        self, events: Iterable[Event], lanes: dict[int, int], depth: int, tall: float, thin: float
     ) -> list[Bar]:
         """Return the bars of a rank: its spans in lanes, and below them its messages.
 
         Sends and receives alternate. A collective is as tall as both.
 
         Args:
-            lanes, flows: the lane of each span and of each message, by its id(); a span in a lane
-                beyond `depth` isn't drawn.
+            lanes: the lane of each span and of each message, by its id(); a message without one is
+                in the first, and a span in a lane beyond `depth` isn't drawn.
             tall, thin: the height of a lane of spans, and of a lane of messages.
         """
         found = []
         for event in events:
             name, texts = event.name or event.kind, span_texts(event)
+            lane = lanes.get(id(event), 0)
             if event.kind == "span":
-                low, high = lanes[id(event)] * tall + 0.5, tall - 1
-                if lanes[id(event)] >= depth:
+                low, high = lane * tall + 0.5, tall - 1
+                if lane >= depth:
                     continue
             else:
-                lane = 2 * (flows or {}).get(id(event), 0) + (event.kind == "recv")
-                low, high, texts = depth * tall + 1 + thin * lane, thin - 1, []
-                high += thin * (event.kind not in P2P)
+                low, texts = depth * tall + 1 + thin * (2 * lane + (event.kind == "recv")), []
+                high = thin - 1 + thin * (event.kind not in P2P)
             title = event_text(event, human_seconds(event.end - event.start))
             class_ = event_class(event, self.colours)
             found.append(Bar(event.start, event.end, class_, title, low, high, texts, name))

@@ -462,18 +462,14 @@ def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: 
         " ".join(number(float(x)) for x in v) if isinstance(v, tuple) else number(v)
         for _, v in frames
     )
-    how = ""
-    if mode == "discrete":
-        how = ' calcMode="discrete"'
-    elif mode == "ease":
-        how = f' calcMode="spline" keySplines="{";".join([".4 0 .6 1"] * (len(frames) - 1))}"'
-    tag, kind, target = (
-        ("animateTransform", ' type="translate"', "transform")
-        if name == "translate"
-        else ("animate", "", name)
+    splines = ";".join([".4 0 .6 1"] * (len(frames) - 1))
+    how = {"discrete": ' calcMode="discrete"', "linear": ""}.get(
+        mode, f' calcMode="spline" keySplines="{splines}"'
     )
-    head = (
-        f'<{tag} attributeName="{target}"{kind}{how} dur="{number(duration)}s" '
-        'repeatCount="indefinite"'
+    tag, target = "animate", name
+    if name == "translate":
+        tag, target = "animateTransform", 'transform" type="translate'
+    return (
+        f'<{tag} attributeName="{target}"{how} dur="{number(duration)}s" '
+        f'repeatCount="indefinite" keyTimes="{times}" values="{values}"/>'
     )
-    return f'{head} keyTimes="{times}" values="{values}"/>'

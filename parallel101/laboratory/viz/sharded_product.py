@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 from parallel101.laboratory.analysis.held_blocks import (
-    BlockColumn,
     HeldRectangle,
     RecordedProduct,
     bytes_by_step,
@@ -71,7 +69,14 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     drawn = [[parts_of(run, column, rank) for rank in range(ranks)] for column in columns]
     known = [part for of in drawn for parts in of for part in parts if part.cell is not None]
     counts = {count for part in known for count in part.counts}
-    words = description(run, columns, drawn)
+    words = run.verdict
+    for column, of in zip(columns, drawn):
+        by_rank = []
+        for rank, parts in enumerate(of):
+            names = "".join("?" if p.cell is None else letters(p.cell) for p in parts) or "nothing"
+            short = [list(part.counts) for part in parts if set(part.counts) != {1}]
+            by_rank.append(f"rank {rank} {names}" + (f" (terms {short[0]})" if short else ""))
+        words += f" {column.title or 'At first'}, {column.array}: {', '.join(by_rank)}."
     scene = Scene(960, math.ceil(TOP + ranks * row + 30), title or text, words)
     scene.style += (
         ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}"
@@ -197,21 +202,3 @@ def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: 
             look["font_size"] = size * (0.72 if below else 1)
             line.add("tspan", word.strip("{}") if below else word, **look)
             lowered = below
-
-
-def description(
-    run: RecordedProduct,
-    columns: Sequence[BlockColumn],
-    drawn: Sequence[Sequence[Sequence[HeldRectangle]]],
-) -> str:
-    """Return the picture in words."""
-    sentences = [run.verdict]
-    for column, by_rank in zip(columns, drawn):
-        held = []
-        for rank, parts in enumerate(by_rank):
-            names = ("?" if part.cell is None else letters(part.cell) for part in parts)
-            short = [part.counts for part in parts if set(part.counts) != {1}]
-            terms = f" (terms {list(short[0])})" if short else ""
-            held.append(f"rank {rank} {''.join(names) or 'nothing'}{terms}")
-        sentences.append(f"{column.title or 'At first'}, {column.array}: {', '.join(held)}.")
-    return " ".join(sentences)

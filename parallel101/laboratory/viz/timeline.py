@@ -40,7 +40,7 @@ from parallel101.laboratory.viz.rows import (
     trace_facts,
     unfinished_text,
 )
-from parallel101.laboratory.viz.scene import END, Node, Scene, check_ranks
+from parallel101.laboratory.viz.scene import END, Scene, check_ranks
 
 TOP, HEAD = 112.0, 30.0  # of the first row; the height of a panel's name
 BESIDE = 812.0  # the right end of the rows if numbers are beside them
@@ -151,13 +151,19 @@ def _scene(
             if rank % math.ceil(15 / row) == 0:
                 rows.rank(rank, y + depth * tall / 2 + thin + 4, 12)
             idle = [Bar(window.begin, window.end, "idle", "", 0.5, tall - 1)] * overlap
-            bars = rows.bars(here, spans[i], depth, tall, thin, flows[i])
+            bars = rows.bars(here, spans[i] | flows[i], depth, tall, thin)
             rows.draw([*idle, *rows.together(bars)], y, drawn)
             if overlap:
                 _overlap(scene, time_breakdown(window, rank), here, y)
     if not head:  # the whole record
         ends = [TOP + rank * row + depth * tall + thin for rank in range(n)]
-        _arrows(drawn, trace, rows.x, ends)
+        arrows = "".join(
+            f"M{rows.x(m.start):.1f} {ends[m.src]:.1f}L{rows.x(m.end):.1f} {ends[m.dst]:.1f}"
+            for m in trace.messages()
+            if m.src != m.dst
+        )
+        if 0 < arrows.count("M") <= MOST_ARROWS:
+            drawn.path(arrows, "arrow")
         if path:
             _critical_path(scene, path, rows.x, ends)
     rows.axis(TOP + len(windows) * high + 4)
@@ -241,18 +247,6 @@ def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: flo
             told = f"{collectives} collective{'s' * (collectives > 1)}"
         scene.write(f"{breakdown.overlap / breakdown.communication:.0%}", END, y + 15, 17, "b e")
         scene.write(told, END, y + 31, 11.5, "m e")
-
-
-def _arrows(drawn: Node, trace: Trace, x: Callable[[float], float], y: Sequence[float]) -> None:
-    """Draw each message from its start at the sender to its end at the receiver, if few enough."""
-    messages = trace.messages()
-    arrows = "".join(
-        f"M{x(m.start):.1f} {y[m.src]:.1f}L{x(m.end):.1f} {y[m.dst]:.1f}"
-        for m in messages
-        if m.src != m.dst
-    )
-    if arrows and len(messages) <= MOST_ARROWS:
-        drawn.path(arrows, "arrow")
 
 
 def last_rank(segment: Segment) -> int:

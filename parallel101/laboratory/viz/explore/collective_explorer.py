@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from parallel101.laboratory.analysis.steps import steps_of
 from parallel101.laboratory.ranks.launch import launch
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds
-from parallel101.laboratory.sim.network import Network
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.viz.collective_run import (
     BLOCKS,
@@ -40,17 +40,8 @@ from parallel101.laboratory.viz.collective_run import (
 from parallel101.laboratory.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
 from parallel101.laboratory.viz.watch import watch
 
-OPERATIONS = (
-    "broadcast",
-    "scatter",
-    "gather",
-    "reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-)
+OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
+              "all_reduce", "all_to_all", "barrier")  # fmt: skip
 # and the unit of a bare prediction
 QUANTITIES = {
     "steps": "",
@@ -58,11 +49,8 @@ QUANTITIES = {
     "bytes on the critical path": "B",
     "time": "µs",
 }
-TEXT: dict[str, Callable[[float], str]] = {
-    "": "{:.0f}".format,
-    "B": human_bytes,
-    "µs": human_seconds,
-}
+TEXT: dict[str, Callable[[float], str]] = {"": "{:.0f}".format}
+TEXT |= {"B": human_bytes, "µs": human_seconds}
 # for other numbers of ranks than powers of two, with two more steps
 IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")
 MOST_NUMBERS, MOST_SEGMENTS = 48, 16
@@ -90,6 +78,8 @@ BANDWIDTHS = {
     "50 GB/s": 5e10,
     "no limit": math.inf,
 }
+# of a function of the reader's own
+WITHOUT_OPERATION = {"operation": "", "algorithm": "", "size": NUMBERS, "root": 0, "segments": 1}
 # topology → closed_form's links
 FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}
 
@@ -144,10 +134,9 @@ def explore_collective(
         "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
     }
     if own is None:
-        first = {"operation": menu("operation", OPERATIONS, operation)}
-        known = autograd.algorithms(str(operation))
-        first["algorithm"] = menu("algorithm", known, algorithm)
-        controls = first | controls
+        chosen = menu("operation", OPERATIONS, operation)
+        known = menu("algorithm", autograd.algorithms(str(operation)), algorithm)
+        controls = {"operation": chosen, "algorithm": known} | controls
         controls["size"] = menu("size", (NUMBERS, *SIZES), size)
         controls["root"] = slider("root", 0, ranks - 1, root)
         controls["segments"] = slider("segments", 1, MOST_SEGMENTS, segments)
@@ -182,61 +171,48 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
     return " ".join(why)
 
 
-def run(
-    own: Callable[[torch.Tensor], Any] | None,
-    world: str,
-    ranks: int,
-    numbers: int,
-    network: str,
-    latency: str,
-    bandwidth: str,
-    operation: str = "",
-    algorithm: str = "",
-    size: str = NUMBERS,
-    root: int = 0,
-    segments: int = 1,
-) -> ExplorerResult:
-    """Run a collective, or a function of the reader's own, and count."""
-    numbers, each = blocks_of(operation, ranks, size) if size != NUMBERS else (numbers, 1)
-    segment = 8 * -(-numbers // segments) if algorithm == "pipelined_chain" else None
-    function = own or program(
-        operation, algorithm, root=root, segment_bytes=segment, module=autograd
-    )
-    between, real = (
-        links(network, ranks, LATENCIES[latency], BANDWIDTHS[bandwidth], each=of)
-        if world != "gloo"
-        else None
-        for of in (each, 1)
-    )
+def run(own: Callable[[torch.Tensor], Any] | None, **settings: Any) -> ExplorerResult:
+    """Run a collective, or a function of the reader's own, and count.
+
+    `settings`: the values of the controls, by name.
+    """
+    of = SimpleNamespace(**WITHOUT_OPERATION | settings)
+    numbers, each = of.numbers, 1  # each number that is sent stands for so many
+    if of.size != NUMBERS:
+        numbers, each = blocks_of(of.operation, of.ranks, of.size)
+    segment = 8 * -(-numbers // of.segments) if of.algorithm == "pipelined_chain" else None
+    cut = {"root": of.root, "segment_bytes": segment}
+    function = own or program(of.operation, of.algorithm, module=autograd, **cut)
+    speed = LATENCIES[of.latency], BANDWIDTHS[of.bandwidth]
+    network = of.network if of.world != "gloo" else ""
+    between = links(network, of.ranks, *speed, each=each) if network else None
+    on = {"network": between, **WORLDS[of.world]}
     # with values that show their origin; otherwise no contents are recorded
-    watched = ranks <= MOST_WATCHED and size == NUMBERS
-    if watched:
-        ran = watch(function, ranks, numel=numbers, network=between, **WORLDS[world])
+    if watched := of.ranks <= MOST_WATCHED and of.size == NUMBERS:
+        ran = watch(function, of.ranks, numel=numbers, **on)
     else:
         start = partial(_call_on_ones, function, numbers)
-        ran = launch(start, world_size=ranks, network=between, trace=True, **WORLDS[world])
+        ran = launch(start, world_size=of.ranks, trace=True, **on)
     assert ran.trace is not None  # both record
-    counted = counts(ran.trace, network if between else "", function, numbers, own is not None)
-    counted = {what: of * (each if "byte" in what else 1) for what, of in counted.items()}
+    counted = counts(ran.trace, network, function, numbers, own is not None)
+    counted = {what: n * (each if "byte" in what else 1) for what, n in counted.items()}
     ran.trace = enlarged(ran.trace, each) if each > 1 else ran.trace
     counted["busiest rank sends"] = max(ran.trace.bytes_sent)
     counted["time"] = round(ran.trace.makespan, 12)
+    picture = ran.animate(None if watched or own else f"{of.operation}, {of.algorithm}")
     if own is not None:
         rows = [(what, shown(counted, what)) for what in QUANTITIES]
-        return ExplorerResult(ran.animate(), rows, exact=counted)
-    on, bytes_of = network if between else "switch", segment and segment * each
-    expected, note = predicted(
-        operation, algorithm, ranks, numbers * each, root, on, real, bytes_of
-    )
-    if ranks & (ranks - 1) and algorithm in IN_PAIRS:
-        more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
-        pairs = f"{ranks} isn't a power of two: {algorithm} first lets ranks work in pairs, {more}."
-        note = f"{pairs} {note}"
+        return ExplorerResult(picture, rows, exact=counted)
+    of.numbers, of.segment_bytes = numbers * each, segment and segment * each
+    expected, note = predicted(of, speed if network else None)
+    if of.ranks & (of.ranks - 1) and of.algorithm in IN_PAIRS:
+        more = f"which takes two steps more than {1 << of.ranks.bit_length() - 1} ranks need"
+        pairs = f"{of.ranks} isn't a power of two: {of.algorithm} first lets ranks work in pairs"
+        note = f"{pairs}, {more}. {note}"
     compared = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
-    if "NCCL" in world and any(this != form != "–" for _, this, form in compared):
+    if "NCCL" in of.world and any(this != form != "–" for _, this, form in compared):
         queue = "Under NCCL's rules, a message also waits for those before it in its rank's queue."
         note = f"{queue} The closed form has none. {note}"
-    picture = ran.animate(None if watched else f"{operation}, {algorithm}")
     return ExplorerResult(picture, compared, ("this run", "closed form"), note.strip(), counted)
 
 
@@ -279,33 +255,31 @@ def counts(
         return {}
     found = {}
     clocks = {"steps": (1.0, math.inf), "bytes on the critical path": (0.0, 1.0)}
-    for what, (latency, bandwidth) in clocks.items():
-        speed = links(network, trace.world_size, latency, bandwidth)
+    for what, speed in clocks.items():
         # in this process, which needs no fork: 5 ms, not 50
-        ran = simulate(lambda _: _call_on_ones(function, numbers), trace.world_size, speed)
+        between = links(network, trace.world_size, *speed)
+        ran = simulate(lambda _: _call_on_ones(function, numbers), trace.world_size, between)
         found[what] = Trace.from_rows(ran.events, trace.world_size, "sim").makespan
     return found
 
 
 def predicted(
-    operation: str,
-    algorithm: str,
-    ranks: int,
-    numbers: int,
-    root: int,
-    network: str,
-    speed: Network | None,
-    segment_bytes: int | None,
+    of: SimpleNamespace, speed: tuple[float, float] | None
 ) -> tuple[dict[str, float], str]:
-    """Return the rows of the closed form, and a sentence that says why some are missing."""
-    blocks = operation in BLOCKS
-    if not blocks and numbers % ranks:
-        why = f"{ranks} ranks don't divide {numbers} numbers."
+    """Return the rows of the closed form, and a sentence that says why some are missing.
+
+    `speed`: latency and bandwidth of the links; None on gloo.
+    """
+    blocks, network = of.operation in BLOCKS, of.network if speed else "switch"
+    if not blocks and of.numbers % of.ranks:
+        why = f"{of.ranks} ranks don't divide {of.numbers} numbers."
         return {}, f"The closed forms are for equal blocks: {why}"
-    nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
-    form = partial(closed_form, operation, algorithm, ranks, nbytes, segment_bytes=segment_bytes)
+    nbytes = 8 * of.numbers * (of.ranks if blocks else 1)
+    nbytes = of.ranks if of.operation == "barrier" else nbytes
+    what = of.operation, of.algorithm, of.ranks, nbytes
+    form = partial(closed_form, *what, segment_bytes=of.segment_bytes)
     sent: dict[str, float] = {"busiest rank sends": form().sent}  # the same on every network
-    off_root = network == "one-way ring" and operation in ROOTS and root > 0
+    off_root = network == "one-way ring" and of.operation in ROOTS and of.root > 0
     try:
         cost = form(FORMS[network]) if network in FORMS and not off_root else None
     except ValueError:  # this algorithm has none on these links
@@ -316,4 +290,4 @@ def predicted(
     rows = sent | {"steps": cost.steps, "bytes on the critical path": cost.path}
     if speed is None:
         return rows, "On gloo the time is measured, and includes what the record costs."
-    return rows | {"time": round(cost.seconds(speed.latency, speed.bandwidth), 12)}, ""
+    return rows | {"time": round(cost.seconds(*speed), 12)}, ""

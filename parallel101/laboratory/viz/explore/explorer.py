@@ -171,7 +171,9 @@ class Explorer(ipywidgets.VBox):
         """Run, and show the result with the prediction."""
         quantity = self.quantity.value
         unit = self.quantities[quantity]
-        prediction = with_unit(self.prediction.value.strip(), unit)
+        prediction = self.prediction.value.strip()
+        if unit and prediction[-1:].isdigit():  # "96" is "96 B"
+            prediction = f"{prediction} {unit}"
         try:
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""
@@ -259,25 +261,13 @@ def readings(text: str, unit: str) -> list[float]:
     """
     written = text.rpartition("=")[2].replace("−", "-").strip("[]() ").lower()
     parts = re.fullmatch(r"(.*?[\d.])\s*([a-zµμ ]*)", written)
-    if parts is None or (scale := scale_of(parts[2] or unit, unit)) is None:
-        return []
+    known = next((kind for kind in (BYTES, SECONDS) if unit.lower() in kind), {})
+    scale = known.get((parts[2] or unit).lower()) if parts and unit else 1.0
     found = []
-    for number in (re.sub("[, ]", "", parts[1]), parts[1].replace(",", ".")):
+    for number in (re.sub("[, ]", "", parts[1]), parts[1].replace(",", ".")) if parts else ():
         with suppress(ValueError):
-            found.append(float(number) * scale)
+            found += [float(number) * scale] if scale else []
     return found
-
-
-def with_unit(text: str, unit: str) -> str:
-    """Return a prediction as it is shown, with a unit if it ends in a number: "96" is "96 B"."""
-    return f"{text} {unit}" if unit and text[-1:].isdigit() else text
-
-
-def scale_of(word: str, unit: str) -> float | None:
-    """Return the bytes or seconds that a word means; None if `unit` is of another kind."""
-    if not unit:
-        return 1.0
-    return next(kind for kind in (BYTES, SECONDS) if unit.lower() in kind).get(word.lower())
 
 
 def verdict(prediction: str, unit: str, shown: str, exact: float | None) -> str:
