@@ -10,8 +10,9 @@ collective view of its run (graph.py and matrix.py), moved to its place.
 
 from __future__ import annotations
 
+from typing import Any
+
 from parallel101.laboratory.analysis.replay import Replay, replay_of
-from parallel101.laboratory.ranks.launch import Run
 from parallel101.laboratory.viz.captions import Captions
 from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.matrix import draw_matrix
@@ -26,7 +27,7 @@ PAUSE = 0.6  # seconds from the end of the forward run to the start of the backw
 
 
 def forward_backward_scene(
-    forward: Run, backward: Run, *, title: str = "Forward and backward"
+    forward: Any, backward: Any, *, title: str = "Forward and backward"
 ) -> Scene:
     """Animate two watched runs side by side, one after the other.
 
@@ -55,7 +56,7 @@ def forward_backward_scene(
     return scene
 
 
-def _replay(run: Run, word: str) -> Replay:
+def _replay(run: Any, word: str) -> Replay:
     replay = (
         None if run.trace is None else replay_of(run.trace, run.results, None, run.watched, False)
     )
