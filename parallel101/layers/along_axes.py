@@ -37,15 +37,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from parallel101.layers.axes import (
-    AxesLike,
-    MeshAxes,
-    block_shape,
-    check_tensor,
-    mesh_axes,
-    outside,
-    whole_shape,
-)
+from parallel101.collectives.checks import tensor_of
+from parallel101.layers.axes import AxesLike, MeshAxes, block_shape, mesh_axes
 from parallel101.mesh import Group, split_sizes
 
 
@@ -54,8 +47,7 @@ class AlongAxes(nn.Module):
 
     def __init__(self, mesh: DeviceMesh, axes: AxesLike, *, shape: Sequence[int] | None = None):
         super().__init__()
-        self.mesh = mesh_axes(mesh, axes)
-        self.shape = None if shape is None else whole_shape(shape, self.mesh.shape)
+        self.mesh = mesh_axes(mesh, axes, shape)
 
     def extra_repr(self) -> str:
         return str(self.mesh)
@@ -84,12 +76,11 @@ class AllGather(AlongAxes):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh.coordinate is None:
-            return outside(x)
-        self.mesh.check_block(x, self.shape, cut=range(len(self.mesh.shape)))
-        y = x
+        whole, y = self.mesh.whole, x
+        if not self.mesh.takes(x, cut=range(len(self.mesh.shape))):
+            return x.clone()
         for axis in reversed(self.mesh.axes):
-            sizes = self.shape and split_sizes(self.shape[axis], self.mesh.shape[axis])
+            sizes = whole and split_sizes(whole[axis], self.mesh.shape[axis])
             y = all_gather(y, axis, group=self.mesh.line(axis), sizes=sizes)
         return x.clone() if y is x else y
 
@@ -112,10 +103,9 @@ class ReduceScatter(AlongAxes):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh.coordinate is None:
-            return outside(x)
-        self.mesh.check_block(x, self.shape, cut=self.mesh.others)
         y = x
+        if not self.mesh.takes(x, cut=self.mesh.others):
+            return x.clone()
         for axis in self.mesh.axes:
             y = reduce_scatter(y, axis, group=self.mesh.line(axis))
         return x.clone() if y is x else y
@@ -138,13 +128,10 @@ class AllSumReduce(AlongAxes):
     Source: Hewett and Grady (arXiv 2006.03108).
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: AxesLike):
-        super().__init__(mesh, axes)
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh.coordinate is None:
-            return outside(x)
-        return all_reduce(x, group=self.mesh.line(*self.mesh.axes)) if self.mesh.axes else x.clone()
+        if not (self.mesh.takes(x) and self.mesh.axes):
+            return x.clone()
+        return all_reduce(x, group=self.mesh.line(*self.mesh.axes))
 
 
 class Broadcast(AlongAxes):
@@ -181,10 +168,10 @@ class Broadcast(AlongAxes):
         shape: Sequence[int] | None = None,
     ):
         super().__init__(mesh, axes, shape=shape)
-        self.lines = lines_of(mesh, self.mesh, source, "source", self.shape)
+        self.lines = lines_of(mesh, self.mesh, source, "source")
 
     def forward(self, x: Tensor) -> Tensor:
-        return along_lines(broadcast, x, self.lines)
+        return along_lines(broadcast, x, self.mesh, self.lines)
 
 
 class SumReduce(AlongAxes):
@@ -218,10 +205,10 @@ class SumReduce(AlongAxes):
         shape: Sequence[int] | None = None,
     ):
         super().__init__(mesh, axes, shape=shape)
-        self.lines = lines_of(mesh, self.mesh, target, "target", self.shape)
+        self.lines = lines_of(mesh, self.mesh, target, "target")
 
     def forward(self, x: Tensor) -> Tensor:
-        return along_lines(reduce, x, self.lines)
+        return along_lines(reduce, x, self.mesh, self.lines)
 
 
 class Line(NamedTuple):
@@ -237,13 +224,7 @@ class Line(NamedTuple):
     block: tuple[int, ...] | None  # the shape of the tensors, if shape= was given
 
 
-def lines_of(
-    mesh: DeviceMesh,
-    chosen: MeshAxes,
-    roots: DeviceMesh | None,
-    name: str,
-    whole: tuple[int, ...] | None,
-) -> list[Line]:
+def lines_of(mesh: DeviceMesh, chosen: MeshAxes, roots: DeviceMesh | None, name: str) -> list[Line]:
     """Return the lines in which this rank takes part, in an order that is the same on all ranks.
 
     `roots` are the sources of a broadcast or the targets of a sum, as `name` says. The lines are
@@ -251,18 +232,14 @@ def lines_of(
     ranks from waiting for each other.
     """
     kept = chosen.others
-    one_root_each = tuple(n if axis in kept else 1 for axis, n in enumerate(chosen.shape))
-    if not isinstance(roots, DeviceMesh | None):
-        raise TypeError(
-            f"{name}={roots!r}: expected a DeviceMesh of shape {one_root_each}, or None for the "
-            "ranks with coordinate 0"
-        )
-    if roots is not None and (1,) * (mesh.ndim - roots.ndim) + tuple(roots.shape) != one_root_each:
+    expected = tuple(n if axis in kept else 1 for axis, n in enumerate(chosen.shape))
+    shape = tuple(roots.shape) if isinstance(roots, DeviceMesh) else ()
+    if roots is not None and (1,) * (len(expected) - len(shape)) + shape != expected:
         raise ValueError(
-            f"{name} has shape {tuple(roots.shape)}: expected {one_root_each}, the shape of the "
-            "mesh with 1 along the layer's axes"
+            f"{name}={roots!r}: expected a DeviceMesh of shape {expected}, which is the mesh's "
+            "with 1 along the layer's axes, or None for the ranks with coordinate 0"
         )
-    lines = mesh.mesh.permute(*kept, *chosen.axes).reshape(torch.Size(one_root_each).numel(), -1)
+    lines = mesh.mesh.permute(*kept, *chosen.axes).reshape(torch.Size(expected).numel(), -1)
     at = lines[:, 0] if roots is None else roots.mesh.flatten()
     names = tuple(mesh.mesh_dim_names[axis] for axis in chosen.axes) if mesh.mesh_dim_names else ()
     coordinates = list(product(*(range(mesh.shape[axis]) for axis in kept)))
@@ -270,39 +247,36 @@ def lines_of(
     for i in ((lines == me).any(1) | (at == me)).nonzero().flatten().tolist():
         members, root = lines[i].tolist(), int(at[i])
         ranks = tuple(members if root in members else [root, *members])
-        gives, gets = me == root, me in members
-        found.append(
-            Line(
-                Group(ranks, ranks.index(me), (len(ranks),), None, names),
-                ranks.index(root),
-                *((gives, gets) if name == "source" else (gets, gives)),
-                whole and block_shape(whole, chosen.shape, dict(zip(kept, coordinates[i]))),
-            )
-        )
+        group = Group(ranks, ranks.index(me), (len(ranks),), None, names)
+        has = [me == root, me in members]
+        gives, gets = has if name == "source" else has[::-1]
+        place = dict(zip(kept, coordinates[i]))
+        block = chosen.whole and block_shape(chosen.whole, chosen.shape, place)
+        found.append(Line(group, ranks.index(root), gives, gets, block))
     return found
 
 
-def along_lines(operation: Callable[..., Tensor], x: Tensor, lines: list[Line]) -> Tensor:
+def along_lines(
+    operation: Callable[..., Tensor], x: Tensor, mesh: MeshAxes, lines: list[Line]
+) -> Tensor:
     """Broadcast or reduce in each of this rank's lines, and return its result.
 
     x is given in one of them at most, and the result comes from one at most.
     """
     if not lines:
-        return outside(x)
-    check_tensor(x)
+        mesh.takes(x)
+        return x.clone()
+    tensor_of(x)
     has_x = any(line.gives for line in lines)
     shapes = [shape_in(line, x, has_x) for line in lines]
-    result, absent = None, []
+    results = []
     for line, shape in zip(lines, shapes):
         given = x if line.gives else zeros(x).expand(shape)
         y = operation(given, line.root, group=line.group)
-        if line.gets:
-            result = y
-        else:
-            absent.append(y.reshape(-1)[:0].view(0, *shape))
-    if result is None:
-        return absent[0]
-    for y in absent:  # this rank got nothing there, but takes part in the backward
+        results.append(y if line.gets else y.reshape(-1)[:0].view(0, *shape))
+    gets = [line.gets for line in lines]
+    result = results.pop(gets.index(True) if any(gets) else 0)
+    for y in results:  # this rank got nothing there, but takes part in the backward
         result = result + zeros(y) if y.requires_grad else result
     return result
 
@@ -312,23 +286,22 @@ def shape_in(line: Line, x: Tensor, has_x: bool) -> tuple[int, ...]:
 
     Raises ValueError if x contradicts it or doesn't tell it.
     """
-    if line.block is not None:
-        if tuple(x.shape) != line.block and (line.gives or (x.numel() and not has_x)):
+    if line.block is None:
+        if has_x or x.numel():
+            return tuple(x.shape)
+        if x.dim() < 2 or x.shape[0]:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, but here the whole tensor has a block of shape "
-                f"{line.block}: check shape="
+                f"x has shape {tuple(x.shape)}, which doesn't say what this rank will receive: "
+                "expected a zero-volume tensor such as torch.empty(0, 3, 7) for a tensor of shape "
+                "(3, 7); or give the layer shape=, the shape of the whole tensor"
             )
-        return line.block
-    if has_x or x.numel():
-        return tuple(x.shape)
-    if x.dim() < 2 or x.shape[0]:
+        return tuple(x.shape[1:])
+    if tuple(x.shape) != line.block and (line.gives or (x.numel() and not has_x)):
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, which doesn't say what this rank will receive: "
-            "expected a zero-volume tensor such as "
-            "torch.empty(0, 3, 7) for a tensor of shape (3, 7); or give the layer shape=, the "
-            "shape of the whole tensor"
+            f"x has shape {tuple(x.shape)}, but here the whole tensor has a block of shape "
+            f"{line.block}: check shape="
         )
-    return tuple(x.shape[1:])
+    return line.block
 
 
 def zeros(x: Tensor) -> Tensor:

@@ -9,25 +9,26 @@ Dim 0 is cut into 3 + 2, dim 1 into 3 + 2 + 2, and no axis cuts dim 2. Blocks ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel101.collectives.checks import tensor_of
 from parallel101.mesh import Group, group_of, split_sizes
 
 AxesLike = int | str | Sequence[int | str]
 
 
 class MeshAxes(NamedTuple):
-    """A mesh, with the axes that a layer works along."""
+    """A mesh, the axes that a layer works along, and the shape of the whole tensor."""
 
     mesh: Group  # its ranks; without a position on a rank outside the mesh
     shape: tuple[int, ...]  # of the mesh, known outside it too
     axes: tuple[int, ...]  # in ascending order
     coordinate: tuple[int, ...] | None  # of this rank; None: it is outside the mesh
+    whole: tuple[int, ...] | None  # the shape of the whole tensor, if the layer was given it
 
     @property
     def others(self) -> list[int]:
@@ -38,62 +39,69 @@ class MeshAxes(NamedTuple):
         """Return the group of the ranks that differ from this one along these axes only."""
         return self.mesh.along(*axes)
 
-    def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
-        """Raise ValueError if x can't be this rank's block of a tensor that the axes in `cut` cut.
+    def takes(self, x: Tensor, cut: Iterable[int] | None = None) -> bool:
+        """Return whether this rank is in the mesh, and so takes part in the layer's messages.
 
-        `whole` is the shape of that tensor, if it is known.
+        Args:
+            x: this rank's tensor: without elements if the rank is outside the mesh, and otherwise
+                its block of the whole tensor.
+            cut: the axes that cut the whole tensor. None: x may have any shape.
+
+        Raises TypeError or ValueError for another x.
         """
-        check_tensor(x)
-        if whole is not None and self.coordinate is not None:
-            block = block_shape(whole, self.shape, {axis: self.coordinate[axis] for axis in cut})
-            if tuple(x.shape) != block:
+        tensor_of(x)
+        if self.coordinate is None:
+            if x.numel():
                 raise ValueError(
-                    f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor "
-                    f"of shape {tuple(whole)} has the block {block} at coordinate "
-                    f"{self.coordinate}: check shape=, which is that of the whole tensor"
+                    f"x has shape {tuple(x.shape)} on a rank outside the layer's mesh: expected a "
+                    "zero-volume tensor there, such as torch.empty(0)"
                 )
-        check_dims(x.shape, self.shape, "x")
+            return False
+        if cut is not None:
+            if self.whole is not None:
+                at = {axis: self.coordinate[axis] for axis in cut}
+                if tuple(x.shape) != (block := block_shape(self.whole, self.shape, at)):
+                    raise ValueError(
+                        f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a "
+                        f"tensor of shape {self.whole} has the block {block} at coordinate "
+                        f"{self.coordinate}: check shape=, which is that of the whole tensor"
+                    )
+            check_dims(x.shape, self.shape, "x")
+        return True
 
     def __repr__(self) -> str:
         return f"mesh {'×'.join(map(str, self.shape))}, axes={self.axes}"
 
 
-def mesh_axes(mesh: DeviceMesh, axes: AxesLike = ()) -> MeshAxes:
+def mesh_axes(
+    mesh: DeviceMesh, axes: AxesLike = (), shape: Sequence[int] | None = None
+) -> MeshAxes:
     """Return the mesh with its axes, given by number (negative counts from the end) or by name.
 
-    Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that
-    is named twice.
+    `shape` is that of the whole tensor. Raises TypeError for anything else; ValueError for an axis
+    that the mesh doesn't have, or that is named twice, and for a shape of fewer dims than axes.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh={mesh!r}: expected a DeviceMesh, such as "
             "torch.distributed.init_device_mesh('cpu', (2, 3)) returns"
         )
-    several: object = (axes,) if isinstance(axes, int | str) else axes
-    if not isinstance(several, Sequence):
-        raise TypeError(
-            f"axes={axes!r}: expected axes of the mesh by number or name, such as (0, 2); () "
-            "for none"
-        )
+    several = axes if isinstance(axes, Sequence) and not isinstance(axes, str) else (axes,)
     n, names = mesh.ndim, mesh.mesh_dim_names or ()
     number = {axis: axis % n for axis in range(-n, n)} | {name: i for i, name in enumerate(names)}
     for axis in several:
         if type(axis) not in (int, str) or axis not in number:
             raise ValueError(
                 f"axes: the mesh has no axis {axis!r}: it has shape {tuple(mesh.shape)}, so "
-                f"expected {-n} to {n - 1}, or "
-                + (f"one of the names {names}" if names else "names, which its axes don't have")
+                f"expected {-n} to {n - 1}, or one of its axes' names {names}"
             )
-    chosen = sorted(number[axis] for axis in several)
+    chosen = tuple(sorted(number[axis] for axis in several))
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"axes={axes!r} names an axis twice: expected each axis at most once")
     where = mesh.get_coordinate()
-    return MeshAxes(
-        group_of(mesh),
-        tuple(mesh.shape),
-        tuple(chosen),
-        None if where is None else tuple(where),
-    )
+    at = None if where is None else tuple(where)
+    whole = None if shape is None else whole_shape(shape, tuple(mesh.shape))
+    return MeshAxes(group_of(mesh), tuple(mesh.shape), chosen, at, whole)
 
 
 def block_shape(
@@ -120,27 +128,6 @@ def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> No
     if len(shape) < len(mesh_shape):
         raise ValueError(
             f"{name} has {len(shape)} dims ({tuple(shape)}), but the mesh has {len(mesh_shape)} "
-            f"axes {tuple(mesh_shape)}: axis i of the mesh "
-            "cuts dim i. Expected at least as many dims; use a mesh of fewer axes, such as "
-            "mesh['name'], or add dims of size 1."
+            f"axes {tuple(mesh_shape)}: axis i of the mesh cuts dim i. Expected at least as many "
+            "dims; use a mesh of fewer axes, such as mesh['name'], or add dims of size 1."
         )
-
-
-def check_tensor(x: Tensor) -> None:
-    """Raise TypeError unless x is a tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
-
-
-def outside(x: Tensor) -> Tensor:
-    """Return the result on a rank outside the mesh: a copy of its zero-volume input.
-
-    Raises ValueError if the tensor has elements.
-    """
-    check_tensor(x)
-    if x.numel():
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} on a rank outside the layer's mesh: expected a "
-            "zero-volume tensor there, such as torch.empty(0)"
-        )
-    return x.clone(memory_format=torch.contiguous_format)

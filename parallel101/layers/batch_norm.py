@@ -12,14 +12,18 @@ gradients without a further line.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import copy_to_group
 from parallel101.layers.along_axes import AllSumReduce
-from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside
+from parallel101.layers.axes import mesh_axes
 from parallel101.mesh import split_sizes
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # as torch calls them
 
 
 class BatchNorm(nn.Module):
@@ -48,11 +52,10 @@ class BatchNorm(nn.Module):
     Source: Ioffe and Szegedy (arXiv 1502.03167); DistDL's DistributedBatchNorm.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
+    # tensors, or None
+    running_mean: Any
+    running_var: Any
+    num_batches_tracked: Any
 
     def __init__(
         self,
@@ -75,21 +78,16 @@ class BatchNorm(nn.Module):
         at = self.mesh.coordinate
         self.channels = 0 if at is None else channels[at[1] if len(at) > 1 else 0]
         ones = torch.ones(self.channels, device=device, dtype=dtype)
+        zeros = torch.zeros_like(ones)
         self.weight = nn.Parameter(ones.clone()) if affine else None
-        self.bias = nn.Parameter(torch.zeros_like(ones)) if affine else None
-        self.register_buffer(
-            "running_mean", torch.zeros_like(ones) if track_running_stats else None
-        )
-        self.register_buffer("running_var", ones.clone() if track_running_stats else None)
-        self.register_buffer(
-            "num_batches_tracked", torch.tensor(0, device=device) if track_running_stats else None
-        )
+        self.bias = nn.Parameter(zeros.clone()) if affine else None
+        count = torch.tensor(0, device=device)
+        for name, value in zip(STATISTICS, (zeros, ones, count)):
+            self.register_buffer(name, value if track_running_stats else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh.coordinate is None:
-            return outside(x)
-        check_tensor(x)
-        check_dims(x.shape, self.mesh.shape, "x")
+        if not self.mesh.takes(x, cut=()):
+            return x.clone()
         if x.dim() < 2 or x.shape[1] != self.channels:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, "
@@ -97,7 +95,7 @@ class BatchNorm(nn.Module):
             )
         # bfloat16 can't represent 257, so it can't count the samples
         given, x = x, x.to(torch.promote_types(x.dtype, torch.float32))
-        if self.training or self.running_mean is None or self.running_var is None:
+        if self.training or self.running_mean is None:
             mean, variance, n = self.statistics(x)
             if self.training:
                 self.track(mean.detach(), variance.detach() * n / (n - 1))
@@ -105,10 +103,9 @@ class BatchNorm(nn.Module):
             mean, variance = self.running_mean, self.running_var
         y = (x - along_dim_1(mean, x)) / along_dim_1((variance + self.eps).sqrt(), x)
         if self.weight is not None and self.bias is not None:
-            affine = copy_to_group(
-                torch.stack([self.weight, self.bias]), group=self.mesh.line(*self.mesh.axes)
-            )
-            y = y * along_dim_1(affine[0], x) + along_dim_1(affine[1], x)
+            both, group = torch.stack([self.weight, self.bias]), self.mesh.line(*self.mesh.axes)
+            weight, bias = (along_dim_1(of, x) for of in copy_to_group(both, group=group))
+            y = y * weight + bias
         return y.to(given.dtype)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -128,11 +125,7 @@ class BatchNorm(nn.Module):
     @torch.no_grad()
     def track(self, mean: Tensor, variance: Tensor) -> None:
         """Move the running statistics towards those of this batch."""
-        if (
-            self.running_mean is None
-            or self.running_var is None
-            or self.num_batches_tracked is None
-        ):
+        if self.running_mean is None:
             return
         self.num_batches_tracked += 1
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum

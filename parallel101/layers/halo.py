@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.layers.axes import mesh_axes, outside, whole_shape
+from parallel101.layers.axes import mesh_axes, whole_shape
 from parallel101.layers.repartition import Region, exchange
 from parallel101.mesh import split_ranges
 
@@ -75,22 +75,20 @@ class HaloExchange(nn.Module):
         fill: float = 0.0,
     ):
         super().__init__()
-        self.mesh = mesh_axes(mesh)
-        self.shape = whole_shape(shape, self.mesh.shape)
-        self.fill = fill
+        self.mesh = mesh_axes(mesh, (), whole_shape(shape))
+        self.shape, self.fill = whole_shape(shape), fill
+        window = {"stride": stride, "padding": padding, "dilation": dilation}
+        windows = windows_of(len(shape), kernel_size=kernel_size, **window)
+        ranks = (*self.mesh.shape, *[1] * len(shape))
         # the halos along each dim
-        self.lines = lines_of_halos(
-            self.shape, self.mesh.shape, kernel_size, stride, padding, dilation
-        )
+        self.lines = [halos(n, p, **of_dim) for n, p, of_dim in zip(shape, ranks, windows)]
         # the shape of the whole output
         self.output_shape = tuple(line[-1].computes.stop for line in self.lines)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh.coordinate is None:
-            return outside(x)
-        axes = range(len(self.mesh.shape))
-        self.mesh.check_block(x, self.shape, cut=axes)
-        y = x
+        axes, y = range(len(self.mesh.shape)), x
+        if not self.mesh.takes(x, cut=axes):
+            return x.clone()
         for dim, line in enumerate(self.lines):
             if any(halo.needs != halo.holds or halo.padding != (0, 0) for halo in line):
                 group = self.mesh.line(*({dim} & {*axes}))
@@ -111,40 +109,22 @@ def region(shape: Sequence[int], dim: int, entries: range) -> Region:
     return tuple(entries if i == dim else range(n) for i, n in enumerate(shape))
 
 
-def lines_of_halos(
-    shape: Sequence[int], mesh_shape: Sequence[int], kernel_size: Any, *window: Any
-) -> list[list[Halo]]:
-    """Return, for each dim, the entries each rank of a line along it holds, computes and needs."""
+def windows_of(dims: int, **window: Any) -> list[dict[str, Any]]:
+    """Return the kernel_size, stride, padding and dilation along each dim of a tensor."""
+    kernel_size = window["kernel_size"]
     sizes = len(kernel_size) if isinstance(kernel_size, Sequence) else 1
-    if sizes > len(shape):
-        raise ValueError(
-            f"kernel_size={kernel_size} has {sizes} sizes: expected at most {len(shape)} "
-            f"for a tensor of shape {shape}"
-        )
-
-    def per_dim(name: str, value: Any, neutral: int) -> list[Any]:
+    windows: list[dict[str, Any]] = [{"kernel_size": 1} for _ in range(dims - sizes)]
+    windows += ({} for _ in range(sizes))
+    for name, value in window.items():
         values = [value] * sizes if isinstance(value, int) else value
-        if not isinstance(values, Sequence) or len(values) != sizes:
+        if not isinstance(values, Sequence) or len(values) != sizes or sizes > dims:
             raise ValueError(
                 f"{name}={value!r}: expected an int, or one for each dim of the kernel, such as "
-                f"{(3,) * sizes}"
+                f"{(3,) * sizes}; the tensor has {dims} dims"
             )
-        return [neutral] * (len(shape) - sizes) + list(values)  # the first dims have a kernel of 1
-
-    stride, padding, dilation = window
-    windows = zip(
-        per_dim("kernel_size", kernel_size, 1),
-        per_dim("stride", stride, 1),
-        per_dim("padding", padding, 0),
-        per_dim("dilation", dilation, 1),
-    )
-    lines = []
-    for dim, (n, of_dim) in enumerate(zip(shape, windows, strict=True)):
-        try:
-            lines.append(halos(n, mesh_shape[dim] if dim < len(mesh_shape) else 1, *of_dim))
-        except ValueError as error:
-            raise ValueError(f"dim {dim} of a tensor of shape {shape}: {error}") from None
-    return lines
+        for of_dim, one in zip(windows[dims - sizes :], values):
+            of_dim[name] = one
+    return windows
 
 
 class Halo(NamedTuple):
@@ -199,38 +179,30 @@ def halos(
     larger than the padded input.
     """
     pair = padding if isinstance(padding, Sequence) else (padding, padding)
-    if len(pair) != 2:
-        raise ValueError(f"padding={padding!r}: expected an int, or a pair, before and after")
+    window = (kernel_size, stride, dilation, *pair)
+    least = (1, 1, 1, 0, 0)
+    if len(window) != 5 or any(type(x) is not int or x < low for x, low in zip(window, least)):
+        raise ValueError(
+            f"kernel_size={kernel_size!r}, stride={stride!r}, padding={padding!r}, "
+            f"dilation={dilation!r}: expected ints of at least 1, and for the padding an int of "
+            "at least 0, or a pair, before and after"
+        )
     before, after = pair
-    for name, value, least in (
-        ("kernel_size", kernel_size, 1),
-        ("stride", stride, 1),
-        ("padding", min(before, after), 0),
-        ("dilation", dilation, 1),
-    ):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value!r}: expected an int, at least {least}")
     extent = dilation * (kernel_size - 1) + 1  # from the first entry under the kernel to the last
     if n + before + after < extent:
         raise ValueError(
             f"the kernel covers {extent} entries (kernel_size={kernel_size}, "
-            f"dilation={dilation}), but the input has only "
-            f"{n}, and {before + after} of padding: make the kernel smaller or the padding larger"
+            f"dilation={dilation}), but the input has only {n}, and {before + after} of padding: "
+            "make the kernel smaller or the padding larger"
         )
-    outputs = (n + before + after - extent) // stride + 1
-    return [
-        _halo(held, computed, n, extent, stride, before)
-        for held, computed in zip(split_ranges(n, p), split_ranges(outputs, p))
-    ]
-
-
-def _halo(holds: range, computes: range, n: int, extent: int, stride: int, before: int) -> Halo:
-    if not computes:  # more ranks than outputs: the last ranks compute nothing
-        return Halo(holds, computes, range(holds.start, holds.start), (0, 0))
-    # counted in the input: the padding before it has negative numbers
-    start = computes.start * stride - before
-    stop = (computes.stop - 1) * stride - before + extent
-    needs = range(min(max(start, 0), n), min(max(stop, 0), n))
-    return Halo(
-        holds, computes, needs, (max(0, min(stop, 0) - start), max(0, stop - max(start, n)))
-    )
+    outputs, line = (n + before + after - extent) // stride + 1, []
+    for holds, computes in zip(split_ranges(n, p), split_ranges(outputs, p)):
+        needs, added = range(holds.start, holds.start), (0, 0)
+        if computes:  # not if there are more ranks than outputs
+            # counted in the input: the padding before it has negative numbers
+            start = computes.start * stride - before
+            stop = (computes.stop - 1) * stride - before + extent
+            needs = range(min(max(start, 0), n), min(max(stop, 0), n))
+            added = max(0, min(stop, 0) - start), max(0, stop - max(start, n))
+        line.append(Halo(holds, computes, needs, added))
+    return line

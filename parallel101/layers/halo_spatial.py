@@ -28,11 +28,12 @@ from parallel101.collectives import broadcast
 from parallel101.layers.axes import whole_shape
 from parallel101.layers.halo import HaloExchange
 
-SLIDING = {  # how many dims the kernel slides over
-    nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3,
-    nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3,
-    nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3,
-}  # fmt: skip
+SLIDING = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+)
+SUPPORTED = {"padding_mode": "zeros", "ceil_mode": False, "return_indices": False}
 
 
 class SpatialParallel(nn.Module):
@@ -59,21 +60,20 @@ class SpatialParallel(nn.Module):
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, *, shape: Sequence[int]):
         super().__init__()
-        kind, dims = type(module).__name__, SLIDING.get(type(module))
-        if dims is None:
+        kind = type(module).__name__
+        if type(module) not in SLIDING:
             raise TypeError(
                 f"module is a {kind}: expected a convolution or pooling, "
                 f"{', '.join(sliding.__name__ for sliding in SLIDING)}"
             )
-        shape = whole_shape(shape)
+        shape, dims = whole_shape(shape), int(kind[-2])  # over which the kernel slides
         if len(shape) != dims + 2:
             raise ValueError(
                 f"shape={shape}: expected {dims + 2} dims for a {kind}, samples and channels first"
             )
         self.window = window_of(module, dims)
-        self.exchange = HaloExchange(
-            mesh, shape=shape, **self.window, fill=-math.inf if "MaxPool" in kind else 0.0
-        )
+        fill = -math.inf if "MaxPool" in kind else 0.0
+        self.exchange = HaloExchange(mesh, shape=shape, **self.window, fill=fill)
         self.group = self.exchange.mesh.mesh
         self.output_shape = self.exchange.output_shape
         local: Any = copy.deepcopy(module)
@@ -118,33 +118,24 @@ def window_of(module: Any, dims: int) -> dict[str, Any]:
 
     Raises ValueError for unsupported options.
     """
-    for option, supported in (
-        ("padding_mode", "zeros"),
-        ("ceil_mode", False),
-        ("return_indices", False),
-    ):
-        if getattr(module, option, supported) != supported:
+    for option, supported in SUPPORTED.items():
+        if (given := getattr(module, option, supported)) != supported:
             raise ValueError(
-                f"{option}={getattr(module, option)!r} has no distributed form here: use "
-                f"{option}={supported!r}"
+                f"{option}={given!r} has no distributed form here: use {option}={supported!r}"
             )
     if module.padding not in (0, (0,) * dims) and not getattr(module, "count_include_pad", True):
         raise ValueError(
             "count_include_pad=False has no distributed form here: use count_include_pad=True "
             "or padding=0"
         )
-
-    def each(value: Any) -> tuple[Any, ...]:
-        return (value,) * dims if isinstance(value, int) else tuple(value)
-
-    kernel_size, padding = each(module.kernel_size), module.padding
-    dilation = each(getattr(module, "dilation", 1))
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
-        padding = [(total // 2, total - total // 2) for total in totals]
-    return {
-        "kernel_size": kernel_size,
-        "stride": each(module.stride),
-        "padding": each(0 if padding == "valid" else padding),
-        "dilation": dilation,
+    window: dict[str, Any] = {
+        name: getattr(module, name, 1) for name in ("kernel_size", "stride", "padding", "dilation")
     }
+    if window["padding"] == "valid":
+        window["padding"] = 0
+    for name, value in window.items():
+        window[name] = (value,) * dims if isinstance(value, int) else value
+    if window["padding"] == "same":
+        totals = [d * (k - 1) for k, d in zip(window["kernel_size"], window["dilation"])]
+        window["padding"] = tuple((total // 2, total - total // 2) for total in totals)
+    return window

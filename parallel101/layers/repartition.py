@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ from parallel101.autograd.differentiable import differentiable
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import compare, nothing, tensor_of
 from parallel101.collectives.comm import comm_of, wait_all
-from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside, whole_shape
+from parallel101.layers.axes import check_dims, mesh_axes
 from parallel101.mesh import Group, group_of, split_ranges
 
 
@@ -64,11 +64,10 @@ class Repartition(nn.Module):
         self, source: DeviceMesh, target: DeviceMesh, *, shape: Sequence[int] | None = None
     ):
         super().__init__()
-        self.source, self.target = partition_of(source), partition_of(target)
-        if shape is not None:
-            shape = whole_shape(whole_shape(shape, source.shape), target.shape)
-        self.shape = shape
-        strangers = sorted(set(self.target.ranks) - set(self.source.ranks))
+        self.source, self.target = mesh_axes(source, (), shape), mesh_axes(target, (), shape)
+        # by rank, row by row
+        self.givers, self.takers = source.mesh.flatten().tolist(), target.mesh.flatten().tolist()
+        strangers = sorted({*self.takers} - {*self.givers})
         if shape is None and strangers:
             raise ValueError(
                 f"the ranks {strangers} of the target are not in the source, so they can't "
@@ -76,66 +75,40 @@ class Repartition(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        group = group_of(sorted({*self.source.ranks, *self.target.ranks}))
-        if group.position is None:
-            return outside(x)
-        check_tensor(x)
-        whole = self.shape or self.source.equal_blocks(x)
+        group = group_of(sorted({*self.givers, *self.takers}))
+        if not self.source.takes(x, cut=range(len(self.source.shape))) and group.position is None:
+            return x.clone()
+        # without shape=, all blocks are as large as x
+        n, parts = x.dim(), self.source.shape
+        whole = self.source.whole or [size * p for size, p in zip(x.shape, (*parts, *[1] * n))]
         check_dims(whole, self.target.shape, "x")
         has, needs = (
-            [blocks_of.get(rank, ()) for rank in group.ranks]
-            for blocks_of in (self.source.blocks(whole), self.target.blocks(whole))
+            [blocks_of.get(rank, ()) for rank in group.ranks] for blocks_of in self.blocks(whole)
         )
-        own = has[group.position]
-        if not own:
-            outside(x)
-        elif tuple(x.shape) != extent(own):
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, but this rank's block of a tensor of shape "
-                f"{tuple(whole)} has shape {extent(own)}"
-            )
         return exchange(x, group, has, needs, "repartition", whole_shape=tuple(whole))
+
+    def blocks(self, whole: Sequence[int]) -> Iterator[dict[int, Region]]:
+        """Yield the block of each rank of the source, and then of the target."""
+        for ranks, mesh in ((self.givers, self.source), (self.takers, self.target)):
+            uncut = [[range(n)] for n in whole[len(mesh.shape) :]]
+            yield dict(zip(ranks, product(*map(split_ranges, whole, mesh.shape), *uncut)))
 
     def elements_sent(self, shape: Sequence[int]) -> dict[tuple[int, int], int]:
         """Return the elements that each rank will send to each other, {(from, to): elements}.
 
         `shape` is that of the whole tensor. The ranks are global.
         """
-        target = self.target.blocks(shape)
+        source, target = self.blocks(shape)
         return {
-            (rank, other): Size(extent(region)).numel()
-            for rank, block in self.source.blocks(shape).items()
+            (rank, self.takers[position]): Size(extent(region)).numel()
+            for rank, block in source.items()
             for position, region in overlaps(block, list(target.values()))
-            if (other := list(target)[position]) != rank
+            if rank != self.takers[position]
         }
 
     def extra_repr(self) -> str:
-        return " → ".join(
-            "mesh " + "×".join(map(str, partition.shape))
-            for partition in (self.source, self.target)
-        )
-
-
-class Partition(NamedTuple):
-    """A mesh that cuts a tensor into blocks."""
-
-    ranks: tuple[int, ...]  # row by row
-    shape: tuple[int, ...]  # of the mesh
-
-    def blocks(self, whole: Sequence[int]) -> dict[int, Region]:
-        """Return the block of each rank."""
-        return dict(zip(self.ranks, blocks(whole, self.shape), strict=True))
-
-    def equal_blocks(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the whole tensor if all blocks are as large as x."""
-        check_dims(x.shape, self.shape, "x")
-        return tuple(n * p for n, p in zip(x.shape, self.shape)) + tuple(x.shape[len(self.shape) :])
-
-
-def partition_of(mesh: DeviceMesh) -> Partition:
-    """Return the Partition of a mesh. Raises TypeError for anything else."""
-    shape = mesh_axes(mesh).shape
-    return Partition(tuple(mesh.mesh.flatten().tolist()), shape)
+        source, target = ("×".join(map(str, mesh.shape)) for mesh in (self.source, self.target))
+        return f"mesh {source} → mesh {target}"
 
 
 # ── The exchange of regions
@@ -191,12 +164,6 @@ def exchange(
         return exchange(g, group, needs, has, name, **agreed)
 
     return differentiable(name, x, group, forward, backward)
-
-
-def blocks(whole: Sequence[int], mesh_shape: Sequence[int]) -> list[Region]:
-    """Return the block of each rank of a mesh, row by row: mesh axis i cuts dim i."""
-    uncut = [[range(n)] for n in whole[len(mesh_shape) :]]
-    return list(product(*map(split_ranges, whole, mesh_shape), *uncut))
 
 
 def overlaps(region: Region, others: Sequence[Region]) -> Iterator[tuple[int, Region]]:

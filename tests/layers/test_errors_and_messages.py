@@ -35,11 +35,11 @@ def zeros(*shape):
 
 # what is called on six ranks | what the error must say
 REFUSED = """
-AllGather(mesh, "c") | no axis 'c': it has shape (2, 3), so expected -2 to 1, or one of the
-AllGather(unnamed, "a") | expected -2 to 1, or names, which its axes don't have
+AllGather(mesh, "c") | no axis 'c': it has shape (2, 3), so expected -2 to 1, or one of its
+AllGather(unnamed, "a") | expected -2 to 1, or one of its axes' names ()
 AllSumReduce(mesh, 2) | no axis 2: it has shape
 ReduceScatter(mesh, (1, "b")) | names an axis twice
-Broadcast(mesh, 1.5) | axes=1.5: expected axes of the mesh by number or name
+Broadcast(mesh, 1.5) | the mesh has no axis 1.5
 Broadcast(mesh, (True,)) | no axis True
 AllGather([0, 1], 0) | mesh=[0, 1]: expected a DeviceMesh
 Repartition([0, 1], mesh) | expected a DeviceMesh
@@ -55,9 +55,9 @@ Repartition(mesh, mesh, shape=(4, 6))(zeros(4, 2)) | x has shape (4, 2), but
 Broadcast(mesh, 0, shape=(4, 6))(zeros(2, 2)) | a block of shape (4, 2)
 AllGather(mesh, 0)([1.0]) | expected a tensor
 Repartition(mesh_of(0, (2,)), mesh) | the ranks [2, 3, 4, 5] of the target
-Broadcast(mesh, 0, source=mesh_of(0, (2,))) | source has shape (2,): expected (1, 3)
+Broadcast(mesh, 0, source=mesh_of(0, (2,))) | expected a DeviceMesh of shape (1, 3)
 Broadcast(mesh, 0, source=[0, 1]) | source=[0, 1]: expected a DeviceMesh of shape (1, 3)
-SumReduce(mesh, 1, target=mesh_of(0, (2,))) | target has shape (2,): expected (2, 1)
+SumReduce(mesh, 1, target=mesh_of(0, (2,))) | expected a DeviceMesh of shape (2, 1)
 SpatialParallel(conv(), line, shape=None) | shape=None: expected the shape of the whole tensor
 SpatialParallel(conv(), line, shape=(3, 8)) | expected 3 dims for a Conv1d
 SpatialParallel(conv(), mesh_of(0, (1, 2)), shape=(2, 3, 8)) | expected one rank on axis 1
@@ -69,12 +69,12 @@ spatial(nn.AvgPool1d(3, padding=1, count_include_pad=False)) | count_include_pad
 HaloExchange([0, 1], shape=(8,), kernel_size=3) | mesh=[0, 1]: expected a DeviceMesh
 HaloExchange(line, shape=(8,), kernel_size=3) | but the mesh has 3 axes (1, 1, 2)
 HaloExchange(line, shape=None, kernel_size=3) | shape=None: expected the shape of the whole tensor
-halo(9) | dim 2 of a tensor of shape (2, 3, 8): the kernel covers 9 entries
-halo((1, 1, 1, 1)) | has 4 sizes: expected at most 3 for a tensor of shape (2, 3, 8)
+halo(9) | the kernel covers 9 entries (kernel_size=9, dilation=1), but the input has only 8
+halo((1, 1, 1, 1)) | kernel_size=(1, 1, 1, 1): expected an int, or one for each dim
 halo(3, stride=(1, 2)) | stride=(1, 2): expected an int, or one for each dim of the
-halo(3, stride=0) | dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1
+halo(3, stride=0) | stride=0, padding=0, dilation=1: expected ints of at least 1
 halo(3.5) | kernel_size=3.5: expected an int, or one for each dim of the kernel
-halo(3, padding=((1, 0, 2),)) | padding=(1, 0, 2): expected an int, or a pair
+halo(3, padding=((1, 0, 2),)) | padding=(1, 0, 2), dilation=1: expected ints
 halo(3)(zeros(1 if rank > 1 else 2, 3, 8)) | x has shape
 """
 
@@ -109,19 +109,12 @@ def on_a_rank_that_has_no_tensor():
     """The last rank is outside of each mesh, or only receives: what it says to a wrong tensor."""
     pair, said = mesh_of(0, (2,)), []
     built = [
-        AllGather(pair, 0),
-        ReduceScatter(pair, 0),
-        AllSumReduce(pair, 0),
-        Broadcast(pair, 0),
-        SumReduce(pair, 0),
-        Repartition(pair, mesh_of(0, (1,))),
-        BatchNorm(pair, 4),
-        layers.HaloExchange(pair, shape=(2, 4), kernel_size=3),
+        kind(pair, 0) for kind in (AllGather, ReduceScatter, AllSumReduce, Broadcast, SumReduce)
     ]
-    for layer, x in [
-        *((layer, torch.ones(2, 4)) for layer in built),
-        (Broadcast(mesh_of(0, (3,)), 0), torch.empty(0)),
-    ]:
+    built += [Repartition(pair, mesh_of(0, (1,))), BatchNorm(pair, 4)]
+    built += [layers.HaloExchange(pair, shape=(2, 4), kernel_size=3)]
+    given = [(layer, torch.ones(2, 4)) for layer in built]
+    for layer, x in [*given, (Broadcast(mesh_of(0, (3,)), 0), torch.empty(0))]:
         try:
             if dist.get_rank() == 2:
                 layer(x)
@@ -131,62 +124,62 @@ def on_a_rank_that_has_no_tensor():
 
 
 def test_a_wrong_tensor_on_a_rank_that_has_none_is_refused():
-    *_, (*outside, receiver) = p101.launch(
-        on_a_rank_that_has_no_tensor, world_size=3, backend="sim"
-    ).results
+    run = p101.launch(on_a_rank_that_has_no_tensor, world_size=3, backend="sim")
+    *outside, receiver = run.results[2]
     assert len(outside) == 8
     for said in outside:
         assert "outside the layer's mesh: expected a zero-volume tensor" in said
     assert "x has shape (0,), which doesn't say what this rank will receive" in receiver
 
 
-BUILT = {
-    "AllGather": lambda flat: AllGather(flat, (0,)),
-    "Repartition": lambda flat: Repartition(flat, mesh_of(0, (2, 2))),
+def uneven():
+    one_more = 1 + (dist.get_rank() == 0)
+    return one_more, mesh_of(0, (4,)), torch.ones(one_more, 4)
+
+
+def gather_uneven():
+    _, mesh, x = uneven()
+    AllGather(mesh, (0,))(x)
+
+
+def repartition_uneven():
+    _, mesh, x = uneven()
+    Repartition(mesh, mesh_of(0, (2, 2)))(x)
+
+
+def exchange_other_columns():
+    columns, mesh, _ = uneven()
+    layer = layers.HaloExchange(mesh, shape=(4, columns), kernel_size=(3, 1))
+    layer(torch.ones(1, columns))
+
+
+DIFFERENT = {
+    gather_uneven: "the whole tensor's shape as shape= to",
+    repartition_uneven: "the whole tensor's shape as shape= to",
+    exchange_other_columns: "shape in the other dims is not the same",
 }
 
 
-@pytest.mark.parametrize("build", BUILT.values(), ids=BUILT)
-def test_uneven_blocks_without_a_shape_are_told_to_pass_it(build):
-    with pytest.raises(p101.MisuseError, match="the whole tensor's shape as shape= to"):
-        p101.launch(
-            lambda: build(mesh_of(0, (4,)))(torch.ones(1 + (dist.get_rank() == 0), 4)),
-            world_size=4,
-            backend="sim",
-        )
-
-
-def test_a_shape_that_differs_between_ranks_is_named():
-    def program():
-        columns = 3 + (dist.get_rank() == 0)
-        layer = layers.HaloExchange(mesh_of(0, (2,)), shape=(4, columns), kernel_size=(3, 1))
-        layer(torch.ones(2, columns))
-
-    with pytest.raises(p101.MisuseError, match=r"shape in the other dims is not the same"):
-        p101.launch(program, world_size=2, backend="sim")
+@pytest.mark.parametrize("program", DIFFERENT, ids=lambda program: program.__name__)
+def test_shapes_that_differ_between_ranks_are_named(program):
+    with pytest.raises(p101.MisuseError, match=DIFFERENT[program]):
+        p101.launch(program, world_size=4, backend="sim")
 
 
 def silent():
     """Calls that need no message, forward or backward."""
-    rank = dist.get_rank()
-    mesh, flat, half = (
-        DeviceMesh("cpu", torch.arange(4).view(4, 1)),
-        mesh_of(0, (4,)),
-        mesh_of(0, (2,)),
-    )
+    rank, flat, half = dist.get_rank(), mesh_of(0, (4,)), mesh_of(0, (2,))
+    mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1))
     for kind in (AllGather, ReduceScatter, AllSumReduce, Broadcast, SumReduce):
         for axes in ((), (1,)):
             x = torch.ones(2, 3, requires_grad=True)
             y = copy.deepcopy(kind(mesh, axes))(x)
             y.sum().backward()
-            assert (
-                torch.equal(y, x)
-                and y.data_ptr() != x.data_ptr()
-                and torch.equal(x.grad, torch.ones(2, 3))
-            )
+            assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+            assert torch.equal(x.grad, torch.ones(2, 3))
         if rank > 1:
             kind(half, (0,))(torch.empty(0))
-        kind(flat, (0,), **({} if kind is AllSumReduce else {"shape": (0, 4)}))(torch.empty(0, 4))
+        kind(flat, (0,), shape=(0, 4))(torch.empty(0, 4))
     Repartition(flat, flat)(torch.ones(2))
     Repartition(mesh, flat)(torch.ones(2, 1))
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import parallel101 as p101
@@ -24,21 +23,20 @@ from tests.layers.cases import block, mesh_of
 # The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the
 # same numbers, and one of DistDL's tests: (n, ranks, kernel_size, stride, padding) → left and right
 # of each rank.
-PUBLISHED = {
-    "normal convolution": ((11, 3, 5, 1, 2), [(0, 2), (2, 2), (2, 0)]),
-    "unbalanced convolution": ((11, 3, 5, 1, 0), [(0, 3), (1, 1), (3, 0)]),
-    "simple unbalanced pooling": ((11, 3, 2, 2, 0), [(0, 0), (0, 0), (0, -1)]),
-    "complex unbalanced pooling": (
-        (20, 6, 2, 2, 0),
-        [(0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0)],
-    ),
-    "DistDL's test_halo_mixin": ((10, 4, 2, 2, 0), [(0, 1), (-1, 0), (0, 0), (0, 0)]),
-}
+PUBLISHED = [
+    ((11, 3, 5, 1, 2), [(0, 2), (2, 2), (2, 0)]),  # normal convolution
+    ((11, 3, 5, 1, 0), [(0, 3), (1, 1), (3, 0)]),  # unbalanced convolution
+    ((11, 3, 2, 2, 0), [(0, 0), (0, 0), (0, -1)]),  # simple unbalanced pooling
+    # complex unbalanced pooling, and DistDL's test_halo_mixin
+    ((20, 6, 2, 2, 0), [(0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0)]),
+    ((10, 4, 2, 2, 0), [(0, 1), (-1, 0), (0, 0), (0, 0)]),
+]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), PUBLISHED.values(), ids=PUBLISHED)
-def test_the_published_tables(arguments, expected):
-    assert [(halo.left, halo.right) for halo in halos(*arguments)] == expected
+def test_the_published_tables():
+    for arguments, expected in PUBLISHED:
+        assert [(halo.left, halo.right) for halo in halos(*arguments)] == expected
+    assert [halo.padding for halo in halos(4, 2, 4, padding=(1, 2))] == [(1, 0), (0, 2)]
 
 
 def test_halos_are_what_the_kernel_touches():
@@ -65,16 +63,16 @@ def test_halos_are_what_the_kernel_touches():
             assert all(i in line[source].holds for source, block in found.items() for i in block)
 
 
-def test_padding_may_differ_before_and_after():
-    assert [halo.padding for halo in halos(4, 2, 4, padding=(1, 2))] == [(1, 0), (0, 2)]
-
-
 def seeded(shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def conv(dims, *arguments, **options):
     return lambda: (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](*arguments, **options)
+
+
+def pool(kind, dims, *arguments):
+    return functools.partial(getattr(nn, f"{kind}Pool{dims}d"), *arguments)
 
 
 # DistDL's tests/layers/test_conv_feature.py and test_pooling.py: mesh, shape, kernel_size, padding,
@@ -94,33 +92,21 @@ DISTDL = {
 # And what a user meets besides: the module, the mesh, the shape
 OURS = {
     "same padding, even kernel": (
-        conv(2, 2, 3, (4, 3), padding="same", dilation=(1, 2)),
-        (1, 1, 3, 2),
-        (2, 2, 7, 9),
+        *(conv(2, 2, 3, (4, 3), padding="same", dilation=(1, 2)), (1, 1, 3, 2), (2, 2, 7, 9)),
     ),
-    "samples cut too, groups": (conv(2, 4, 4, 3, groups=2, bias=False), (2, 1, 2, 3), (3, 4, 9, 8)),
+    "samples cut too, groups": (
+        *(conv(2, 4, 4, 3, groups=2, bias=False, padding="valid"), (2, 1, 2, 3), (3, 4, 9, 8)),
+    ),
     "a mesh of one axis": (conv(1, 2, 3, 3, padding=1), (3,), (5, 2, 8)),
     "shards smaller than the halo": (conv(1, 1, 2, 7, padding=3), (1, 1, 6), (2, 1, 8)),
     "fewer entries than ranks": (conv(1, 1, 2, 3, padding=1), (1, 1, 5), (2, 1, 3)),
     "fewer outputs than ranks": (conv(2, 1, 2, (3, 5), stride=2), (1, 1, 2, 4), (2, 1, 7, 9)),
     "a stride larger than the kernel": (conv(1, 1, 2, 2, stride=5), (1, 1, 4), (1, 1, 23)),
-    "max pooling with padding": (
-        lambda: nn.MaxPool2d(3, stride=2, padding=1),
-        (1, 2, 2, 2),
-        (2, 3, 7, 6),
-    ),
-    "max pooling with dilation": (
-        lambda: nn.MaxPool1d(3, stride=1, dilation=2),
-        (1, 1, 4),
-        (1, 2, 11),
-    ),
-    "mean pooling": (lambda: nn.AvgPool2d(2), (1, 1, 3, 2), (2, 2, 11, 7)),
-    "mean pooling with padding": (
-        lambda: nn.AvgPool1d(4, stride=3, padding=2),
-        (1, 1, 5),
-        (2, 2, 13),
-    ),
-    "1-D max pooling, fewer outputs than ranks": (lambda: nn.MaxPool1d(4), (1, 1, 5), (2, 2, 13)),
+    "padded max pooling": (pool("Max", 2, 3, 2, 1), (1, 2, 2, 2), (2, 3, 7, 6)),
+    "dilated max pooling": (pool("Max", 1, 3, 1, 0, 2), (1, 1, 4), (1, 2, 11)),
+    "mean pooling": (pool("Avg", 2, 2), (1, 1, 3, 2), (2, 2, 11, 7)),
+    "padded mean pooling": (pool("Avg", 1, 4, 3, 2), (1, 1, 5), (2, 2, 13)),
+    "max pooling, fewer outputs than ranks": (pool("Max", 1, 4), (1, 1, 5), (2, 2, 13)),
 }
 
 
@@ -141,12 +127,8 @@ def one_process():
         dims = len(kernel)
         cases[name] = conv(dims, shape[1], 2, kernel, stride, padding, dilation), mesh, shape
         if all(2 * before <= k for before, k in zip(padding, kernel)):
-            kind = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1]
-            cases[f"{name}, max pooling"] = (
-                functools.partial(kind, kernel, stride, padding, dilation),
-                mesh,
-                shape,
-            )
+            module = pool("Max", dims, kernel, stride, padding, dilation)
+            cases[f"{name}, max pooling"] = module, mesh, shape
     wholes = {}
     for name, (make, mesh, shape) in cases.items():
         with torch.random.fork_rng():
@@ -167,7 +149,7 @@ def differences(wholes, meshes):
     meshes = {shape: mesh_of(0, shape) for shape in meshes}
     wrong = []
     for name, whole in wholes.items():
-        mesh, rank = meshes[whole.mesh], dist.get_rank()
+        mesh = meshes[whole.mesh]
         layer = SpatialParallel(whole.module, mesh, shape=whole.x.shape)
         x = block(whole.x, mesh).requires_grad_()
         y = layer(x)
@@ -177,31 +159,31 @@ def differences(wholes, meshes):
         if mesh.get_coordinate() is not None:
             found += [weight.grad for weight in layer.parameters()]
             expected += whole.gradients[1:]
-        close = [
-            torch.allclose(a, b, rtol=1e-10, atol=1e-10)
-            for a, b in zip(found, expected, strict=True)
-        ]
-        if not all(close) or layer.output_shape != whole.y.shape:
-            wrong.append((rank, name, close))
+        same = [close(a, b) for a, b in zip(found, expected, strict=True)]
+        if not all(same) or layer.output_shape != whole.y.shape:
+            wrong.append((name, same))
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+WORLDS = pytest.mark.parametrize(
+    ("ranks", "options"),
     [(17, {"backend": "sim", "rules": "nccl"}), (4, {"backend": "gloo"})],
     ids=["sim", "gloo"],
 )
+
+
+@WORLDS
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-def test_convolutions_and_pooling_equal_one_process(world_size, options):
-    wholes = {
-        name: whole for name, whole in one_process().items() if math.prod(whole.mesh) <= world_size
-    }
+def test_convolutions_and_pooling_equal_one_process(ranks, options):
+    wholes = {name: one for name, one in one_process().items() if math.prod(one.mesh) <= ranks}
     assert len(wholes) > 20
     meshes = sorted({whole.mesh for whole in wholes.values()})
-    assert (
-        p101.launch(differences, wholes, meshes, world_size=world_size, **options).results
-        == [[]] * world_size
-    )
+    run = p101.launch(differences, wholes, meshes, world_size=ranks, **options)
+    assert run.results == [[]] * ranks
 
 
 def network(wrap=lambda module, shape: (module, module(torch.zeros(shape).double()).shape)):
@@ -210,11 +192,8 @@ def network(wrap=lambda module, shape: (module, module(torch.zeros(shape).double
     """
     torch.manual_seed(5)
     shape, layers = torch.Size((2, 1, 12, 9)), []
-    for module in (
-        nn.Conv2d(1, 3, 3, padding=1),
-        nn.MaxPool2d(2),
-        nn.Conv2d(3, 2, (2, 3), stride=(1, 2)),
-    ):
+    convolutions = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, (2, 3), stride=(1, 2))
+    for module in (convolutions[0], nn.MaxPool2d(2), convolutions[1]):
         layer, shape = wrap(module.double(), shape)
         layers += [layer, nn.Tanh()]
     return nn.Sequential(*layers)
@@ -247,40 +226,28 @@ def test_a_network_trains_as_in_one_process():
     model, x = network(), seeded((2, 1, 12, 9))
     target = seeded(model(x).shape, 1)
     expected = trained(model, x, target)
-    for weights in p101.launch(
-        a_network_in_parallel, target, world_size=6, backend="sim", rules="nccl"
-    ).results:
+    run = p101.launch(a_network_in_parallel, target, world_size=6, backend="sim", rules="nccl")
+    for weights in run.results:
         torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
 # DistDL's tests/primitives/test_halo_exchange.py, then what it leaves out: corners, padding,
 # strides, dilation, far neighbours
-ADJOINTS = [
-    {"mesh": (1, 1, 3, 3), "shape": (1, 1, 10, 7), "kernel_size": (3, 3)},
-    {"mesh": (1, 1, 3), "shape": (1, 1, 10), "kernel_size": 2, "stride": 2},
-    {
-        "mesh": (2, 2, 3),
-        "shape": (5, 6, 7),
-        "kernel_size": (3, 2, 5),
-        "stride": (1, 2, 1),
-        "padding": (1, 0, 2),
-    },
-    {
-        "mesh": (2, 4),
-        "shape": (3, 9, 11),
-        "kernel_size": (5, 4),
-        "padding": ((0, 3), 1),
-        "dilation": 2,
-    },
-    {"mesh": (9,), "shape": (7,), "kernel_size": 5, "padding": 2},
-    {"mesh": (4,), "shape": (9,), "kernel_size": 1, "stride": 3},
-    {"mesh": (1,), "shape": (6,), "kernel_size": 3},
+ADJOINTS = [  # mesh, shape, kernel_size, and the other options
+    ((1, 1, 3, 3), (1, 1, 10, 7), (3, 3), {}),
+    ((1, 1, 3), (1, 1, 10), 2, {"stride": 2}),
+    ((2, 2, 3), (5, 6, 7), (3, 2, 5), {"stride": (1, 2, 1), "padding": (1, 0, 2)}),
+    ((2, 4), (3, 9, 11), (5, 4), {"padding": ((0, 3), 1), "dilation": 2}),
+    ((9,), (7,), 5, {"padding": 2}),
+    ((4,), (9,), 1, {"stride": 3}),
+    ((1,), (6,), 3, {}),
 ]
 
 
-def layer_of(case):
-    options = {name: value for name, value in case.items() if name != "mesh"}
-    return HaloExchange(mesh_of(0, case["mesh"]), **options)
+def layer_and_block(mesh, shape, kernel_size, options, seed=0):
+    mesh = mesh_of(0, mesh)
+    layer = HaloExchange(mesh, shape=shape, kernel_size=kernel_size, **options)
+    return layer, block(seeded(shape, seed), mesh).requires_grad_()
 
 
 def windows(layer, whole):
@@ -303,8 +270,8 @@ def wrong_exchanges(cases):
     """Values, gradients and second derivatives against one process, and the adjoint test."""
     wrong, products = [], {}
     for i, case in enumerate(cases):
-        layer, x = layer_of(case), seeded(case["shape"], i).requires_grad_()
-        mine = block(x.detach(), mesh_of(0, case["mesh"])).requires_grad_()
+        x, mesh = seeded(case[1], i).requires_grad_(), mesh_of(0, case[0])
+        layer, mine = layer_and_block(*case, i)
         y = layer(mine)
         wholes = list(windows(layer, x))
         inside = layer.mesh.coordinate is not None
@@ -314,47 +281,31 @@ def wrong_exchanges(cases):
         (h,) = torch.autograd.grad(g.pow(2).sum(), mine)
         (g_whole,) = torch.autograd.grad(sum(y.pow(3).sum() for y in wholes), x, create_graph=True)
         (h_whole,) = torch.autograd.grad(g_whole.pow(2).sum(), x)
-        for found, expected in ((g, g_whole), (h, h_whole)):
-            same.append(
-                torch.allclose(
-                    found, block(expected, mesh_of(0, case["mesh"])), rtol=1e-10, atol=1e-10
-                )
-            )
+        same += [close(g, block(g_whole, mesh)), close(h, block(h_whole, mesh))]
+
+        def twice(x, layer=layer):
+            return torch.cat([layer(x).flatten(), layer(x * 2).flatten()])
 
         products[i] = inner_products(layer, random(mine.shape, i))
-        products[i, "used twice"] = inner_products(
-            lambda x, layer=layer: torch.cat([layer(x).flatten(), layer(x * 2).flatten()]),
-            random(mine.shape, i),
-        )
-        with torch.no_grad():
-            kept = mine.clone()
-            plain = layer(mine.detach())
-        same += [
-            torch.equal(plain, y),
-            not plain.requires_grad,
-            torch.equal(kept, mine),
-            not plain.numel() or plain.data_ptr() != mine.data_ptr(),
-        ]
+        products[i, "used twice"] = inner_products(twice, random(mine.shape, i))
+        kept = mine.detach().clone()
+        plain = layer(mine.detach())
+        same += [torch.equal(plain, y), not plain.requires_grad, torch.equal(kept, mine)]
+        same.append(not plain.numel() or plain.data_ptr() != mine.data_ptr())
         wrong += [(i, same)] * (not all(same))
     return wrong + list(unequal(products, within=1e-13).items())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(13, {"backend": "sim", "rules": "nccl"}), (4, {"backend": "gloo"})],
-    ids=["sim", "gloo"],
-)
-def test_values_gradients_and_adjoints(world_size, options):
-    cases = [case for case in ADJOINTS if math.prod(case["mesh"]) <= world_size]
-    assert (
-        p101.launch(wrong_exchanges, cases, world_size=world_size, **options).results
-        == [[]] * world_size
-    )
+@WORLDS
+def test_values_gradients_and_adjoints(ranks, options):
+    cases = [case for case in ADJOINTS if math.prod(case[0]) <= ranks]
+    run = p101.launch(wrong_exchanges, cases, world_size=ranks, **options)
+    assert run.results == [[]] * ranks
 
 
 def exchanged(case, backward=True):
-    layer = layer_of(case)
-    y = layer(block(seeded(case["shape"]), mesh_of(0, case["mesh"])).requires_grad_())
+    layer, x = layer_and_block(*case)
+    y = layer(x)
     if backward:
         y.sum().backward()
     return layer.lines
@@ -365,66 +316,48 @@ def predicted(lines):
 
     The dims come in order, each with the halos of the dims before it.
     """
-    places = list(itertools.product(*(range(len(line)) for line in lines)))
-    found = []
-    for dim, line in enumerate(lines):
-        held = [(halo.holds,) for halo in line]
-        sent = [
-            (source, to, entries)
-            for to, halo in enumerate(line)
-            for source, (entries,) in overlaps((halo.needs,), held)
-            if source != to
-        ]
-        for source, to, entries in sent:
-            for place in places:
-                before = [
-                    len(lines[d][at].needs) + sum(lines[d][at].padding)
-                    for d, at in enumerate(place[:dim])
-                ]
-                after = [len(lines[d][at].holds) for d, at in enumerate(place) if d > dim]
-                nbytes = 8 * len(entries) * math.prod(before + after)
-                if place[dim] == source and nbytes:
-                    found.append(
-                        (
-                            places.index(place),
-                            places.index((*place[:dim], to, *place[dim + 1 :])),
-                            nbytes,
-                        )
-                    )
+    places, found = list(itertools.product(*(range(len(line)) for line in lines))), []
+    for dim, place in itertools.product(range(len(lines)), places):
+        source, held = place[dim], [(halo.holds,) for halo in lines[dim]]
+        here = [line[at] for line, at in zip(lines, place)]
+        row = math.prod(len(halo.needs) + sum(halo.padding) for halo in here[:dim])
+        row *= math.prod(len(halo.holds) for halo in here[dim + 1 :])
+        for to, halo in enumerate(lines[dim]):
+            entries = dict(overlaps((halo.needs,), held)).get(source, [()])[0]
+            if to != source and row * len(entries):
+                other = (*place[:dim], to, *place[dim + 1 :])
+                found.append((places.index(place), places.index(other), 8 * len(entries) * row))
     return found
 
 
-@pytest.mark.parametrize("case", ADJOINTS[:4], ids=lambda case: str(case["mesh"]))
+@pytest.mark.parametrize("case", ADJOINTS[:4], ids=lambda case: str(case[0]))
 def test_the_sizes_predict_every_message_and_backward_sends_them_back(case):
-    run = p101.launch(exchanged, case, world_size=math.prod(case["mesh"]) + 1, backend="sim")
+    run = p101.launch(exchanged, case, world_size=math.prod(case[0]) + 1, backend="sim")
     there = predicted(run.results[0])
     back = [(destination, source, nbytes) for source, destination, nbytes in there]
-    assert sorted(
-        (message.src, message.dst, message.nbytes) for message in run.trace.messages()
-    ) == sorted(there + back)
+    sent = [(message.src, message.dst, message.nbytes) for message in run.trace.messages()]
+    assert sorted(sent) == sorted(there + back)
 
 
-NO_MESSAGES = {
-    "pooling whose windows lie within the blocks": {
-        "mesh": (1, 1, 3),
-        "shape": (1, 1, 12),
-        "kernel_size": 2,
-        "stride": 2,
-    },
-    "a kernel of one": {"mesh": (1, 3), "shape": (5, 7), "kernel_size": 1},
-    "a dim that is not cut": {"mesh": (3,), "shape": (6, 5), "kernel_size": 3, "padding": 1},
-}
+def all_exchanged(cases):
+    for case in cases:
+        exchanged(case)
 
 
-@pytest.mark.parametrize("case", NO_MESSAGES.values(), ids=NO_MESSAGES)
-def test_no_message_where_none_is_needed(case):
-    assert p101.launch(exchanged, case, world_size=4, backend="sim").trace.messages_sent == [0] * 4
+def test_no_message_where_none_is_needed():
+    cases = [
+        ((1, 1, 3), (1, 1, 12), 2, {"stride": 2}),  # windows that lie within the blocks
+        ((1, 3), (5, 7), 1, {}),  # a kernel of one
+        ((3,), (6, 5), 3, {"padding": 1}),  # a dim that is not cut
+    ]
+    run = p101.launch(all_exchanged, cases, world_size=4, backend="sim")
+    assert run.trace.messages_sent == [0] * 4
 
 
 def test_two_steps_for_each_dim_that_is_cut():
     """A middle rank sends to its left, then to its right. Corners take no steps of their own."""
     steps = p101.Network(latency=1.0, bandwidth=math.inf)
-    case = {"mesh": (3, 3), "shape": (9, 9), "kernel_size": (3, 3)}
+    case = ((3, 3), (9, 9), (3, 3), {})
     for backward, expected in ((False, 4), (True, 8)):
         run = p101.launch(exchanged, case, backward, world_size=9, backend="sim", network=steps)
         assert run.trace.makespan == expected
