@@ -19,7 +19,7 @@ import pytest
 import parallel101
 from parallel101.laboratory.grade import grading, isolation, remote
 from parallel101.laboratory.grade.endings import GradedRunFailed
-from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, load_exercises
+from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Draw, load_exercises
 from parallel101.laboratory.grade.grades import exercise_result
 from parallel101.laboratory.grade.grading import grade
 from parallel101.laboratory.grade.isolation import GRADERS, claimed, protection
@@ -66,27 +66,11 @@ def all_gather(x):
     try: dist.all_gather(parts, x)
     except BaseException: pass
     return torch.cat(parts)""",
-    "torch.ops.c10d": """
-def all_gather(x):
-    parts = [torch.empty_like(x) for _ in range(2)]
-    torch.ops.c10d.allgather_([parts], [x], dist.group.WORLD.boxed(), -1)
-    return torch.cat(parts)""",
     "functional collectives": """
 def all_gather(x):
     from torch.distributed._functional_collectives import all_gather_tensor
     return all_gather_tensor(x, 0, dist.group.WORLD)""",
     "a file": "def all_gather(x): return side(x)",
-    "the grader's frames": """
-def all_gather(x):
-    frame = sys._getframe()
-    while frame:
-        for value in frame.f_locals.values():
-            if isinstance(getattr(value, "expected", None), list): return value.expected[rank()]
-        frame = frame.f_back
-    for value in gc.get_objects():
-        if isinstance(value, torch.Tensor) and value.shape == (8,): return value
-        if type(value).__name__ == "Case": return value.expected[rank()]
-    return torch.cat([x, x])""",
     "comparisons and the grader's modules patched": """
 torch.equal = torch.allclose = torch.testing.assert_close = lambda *a, **k: True
 torch.Tensor.__eq__ = torch.Tensor.equal = lambda *a: True
@@ -110,10 +94,6 @@ def all_gather(x):
     draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     xs = [torch.randn((4,), generator=draw, dtype=torch.float64).float() for _ in range(2)]
     return torch.cat(xs)""",
-    "the reference is imported": """
-try: from tests.homework.hw2.reference import ring_all_gather as all_gather
-except ImportError:
-    def all_gather(x): return torch.cat([x, x])""",
 }
 
 UNHIDDEN = f"""
@@ -205,10 +185,6 @@ HOSTILE = {
         RAW % '["x", {"x": {"tensor": "int8", "shape": [268435456, 268435456, 0], "order": []}}]',
         "ended without a result",
     ),
-    "a tensor of many rows": (
-        RAW % '["x", {"tensor": "int8", "shape": [268435456, 0], "order": [0, 1]}]',
-        "can't be read",
-    ),
     "no frame": (RAW % '["call"]', "can't be read"),
     "no call": ("c.send('wait', call=9)", "can't repeat"),
     "a root that is no number": (BROADCAST, "called broadcast"),
@@ -227,30 +203,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("code", "problem"), HOSTILE.values(), ids=HOSTILE)
 def test_the_grader_survives(exercise, code, problem):
-    verdict = grade(
-        replace(
-            exercise,
-            cases=lambda draw: [
-                replace(case, seconds=1.5 if "running" in problem else 9.0)
-                for case in exercise.cases(draw)
-            ],
-        ),
-        submission(
-            f"def all_gather(x):\n    c = dist.group.WORLD.connection\n    {code}\n    return x",
-            "hostile",
-        ),
-        "a secret",
-    )
+    code = f"def all_gather(x):\n    c = dist.group.WORLD.connection\n    {code}\n    return x"
+    seconds = 1.5 if "running" in problem else 9.0
+    cases = [replace(case, seconds=seconds) for case in exercise.cases(Draw("a secret"))]
+    verdict = grade(replace(exercise, cases=lambda draw: cases), submission(code, "hostile"))
     json.dumps(exercise_result(verdict), ensure_ascii=False).encode()
     assert verdict.points == 0 and problem in verdict.problem
 
 
 READY_MADE = {
     "DDP": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
-    "replicate": "from torch.distributed._composable.replicate import replicate; "
-    "replicate(torch.nn.Linear(2, 2))(x[:2])",
-    "ZeRO": "from torch.distributed.optim import ZeroRedundancyOptimizer as Z; m = "
-    "torch.nn.Linear(2, 2); m(x[:2]).sum().backward(); Z(m.parameters(), torch.optim.SGD).step()",
     "pipelining": "from torch.distributed.pipelining import PipelineStage, ScheduleGPipe as G; s = "
     "PipelineStage(torch.nn.Linear(2, 2), rank(), 2, torch.device('cpu'), input_args=(x[:2],)); "
     "G(s, 1).step(*[x[:2]] * (rank() == 0))",
@@ -260,9 +222,8 @@ READY_MADE = {
 @pytest.mark.parametrize("code", READY_MADE.values(), ids=READY_MADE)
 def test_what_torch_has_ready_made_may_send_nothing(exercise, code):
     imports_it = replace(exercise, allowed=P2P | COLLECTIVES)
-    verdict = grade(
-        imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret"
-    )
+    code = HONEST.replace("(x):", f"(x):\n    {code}")
+    verdict = grade(imports_it, submission(code, "ready"), "a secret")
     assert verdict.points == 0 and "rank 0 called torch." in verdict.problem, verdict.problem
 
 
@@ -357,33 +318,18 @@ def all_gather(x):
     assert verdict.shown.printed == ["refused\n" * 3] * 2, verdict.problem
 
 
-LEAVES = """
+MEMORY = """
 def all_gather(x):
     import ctypes
-    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
-        try: open(f"{folder}/parallel101_side_{key}", "w").write("answer")
-        except PermissionError: pass
-    ctypes.CDLL(None).shmget({number}, 100, 0o1666)
-    return x
-"""
-LOOKS = """
-def all_gather(x):
-    import ctypes
-    name, folders = "parallel101_side_{key}", ("/tmp", "/var/tmp", "/dev/shm")
-    found = [folder for folder in folders if name in os.listdir(folder)]
-    print(found, ctypes.CDLL(None).shmget({number}, 100, 0))
+    print(ctypes.CDLL(None).shmget({number}, 100, {flags}))
     return x
 """
 
 
-@pytest.mark.skipif(
-    not (protection().users and protection().files), reason="needs root, and Landlock"
-)
-def test_nothing_is_left_for_the_next_submission(exercise, monkeypatch):
-    leaves, looks = (
-        submission(code.replace("{number}", str(os.getpid())), "left") for code in (LEAVES, LOOKS)
-    )
-    assert not grade(exercise, leaves, "a secret").problem
-    open_files(monkeypatch)
-    verdict = grade(exercise, looks, "a secret")
-    assert verdict.shown.printed == ["[] -1\n"] * 2, verdict.problem
+@pytest.mark.skipif(not protection().users, reason="needs root")
+def test_no_shared_memory_is_left_for_the_next_submission(exercise):
+    printed = []
+    for flags in (0o1666, 0):  # made, and looked for
+        code = MEMORY.format(number=os.getpid(), flags=flags)
+        printed += grade(exercise, submission(code, "left"), "a secret").shown.printed
+    assert "-1\n" not in printed[:2] and printed[2:] == ["-1\n"] * 2

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 
-import parallel101 as p101
 from parallel101 import check, cli, hint, predict
 from parallel101.laboratory.grade.homework import Progress, find_sets
 from parallel101.laboratory.grade.learner import check_file, suggestion
-from parallel101.laboratory.grade.notebook import _prepare
-from parallel101.laboratory.ranks.processes import start_method
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n"
@@ -231,12 +228,3 @@ def test_a_hint_is_suggested_after_two_checks_that_fail(homework):
     assert not suggests(failed) and not suggests(failed)  # there is none left
     failed.suggestion = "Stuck?"
     assert "Stuck?" in failed._repr_html_()
-
-
-@pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
-def test_what_ranks_need_is_imported_while_the_learner_reads(homework):
-    tests = homework / "test_hw1.py"
-    tests.write_text(f"import colorsys\n{tests.read_text()}")
-    _prepare(homework).join()
-    assert p101.launch(lambda: "colorsys" in sys.modules, world_size=1).results == [True]
-    _prepare(homework.parent / "empty").join()  # no homework: nothing to prepare, and no error

@@ -10,7 +10,6 @@ homework/hw1_moving --submission DIR   one submission, or a class: a table, JSON
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -181,18 +180,14 @@ def read_seed(path: Path) -> str:
 
 def _can_be_written(option: str, path: Path | None, folder: bool = False) -> None:
     """Raise ValueError for a file or folder that can't be written, before anything is graded."""
-    if path is None:
-        return
+    kind = "a folder" if folder else "a file, and no folder"
     try:
-        (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
-        if not folder:
-            path.open("a").close()
-        usable = os.access(path, os.W_OK)
+        if path is not None:
+            (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+            if not folder:
+                path.open("a").close()
     except OSError:
-        usable = False
-    if not usable:
-        kind = "a folder" if folder else "a file, and no folder"
-        raise ValueError(f"{option} {path} can't be written; expected {kind}")
+        raise ValueError(f"{option} {path} can't be written; expected {kind}") from None
 
 
 def release_set(

@@ -96,21 +96,19 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
     It has for each exercise the points, why points are missing, and the misconception.
     """
+    rows = []
+    for result in results:
+        row = {name: result[name] for name in ("student", "points", "out_of")}
+        for entry in result["exercises"]:
+            number, mistake = entry["number"], entry["misconception"] or {}
+            row[f"{number} {'points' if entry['out_of'] else 'practice'}"] = earned(entry)
+            row[f"{number} reason"] = entry.get("reason", "")  # not in results of an older version
+            row[f"{number} misconception"] = mistake.get("name", "")
+        rows.append({name: cell(value) for name, value in row.items()})
     with path.open("w", newline="", encoding="utf-8") as file:
-        rows = [_csv_row(result) for result in results]
         writer = csv.DictWriter(file, rows[0] if rows else ("student", "points", "out_of"))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _csv_row(result: Result) -> dict[str, object]:
-    row = {name: result[name] for name in ("student", "points", "out_of")}
-    for entry in result["exercises"]:
-        number, mistake = entry["number"], entry["misconception"] or {}
-        row[f"{number} {'points' if entry['out_of'] else 'practice'}"] = earned(entry)
-        row[f"{number} reason"] = entry.get("reason", "")  # not in results of an older version
-        row[f"{number} misconception"] = mistake.get("name", "")
-    return {name: cell(value) for name, value in row.items()}
 
 
 def class_table(results: Sequence[Result]) -> str:
@@ -130,19 +128,18 @@ def class_table(results: Sequence[Result]) -> str:
     mean = sum(result["points"] for result in results) / len(results)
     out_of = f"{mean:.1f} of {results[0]['out_of']:g} points on average"
     lines.append(f"{len(results)} submissions, {out_of}")
-    learners: dict[str, set[str]] = {}  # by misconception
-    places: dict[str, list[str]] = {}
+    seen: dict[str, set[tuple[str, str]]] = {}  # learners and exercises, by misconception
     for result in results:
         for entry in result["exercises"]:
             if mistake := entry["misconception"]:
-                learners.setdefault(mistake["name"], set()).add(result["student"])
-                places.setdefault(mistake["name"], []).append(entry["number"])
-    lines += ["", "Misconceptions, most frequent first:"] if learners else []
+                seen.setdefault(mistake["name"], set()).add((result["student"], entry["number"]))
+    lines += ["", "Misconceptions, most frequent first:"] if seen else []
     count = len({result["student"] for result in results})
-    for name, have in sorted(learners.items(), key=lambda pair: (-len(pair[1]), pair[0])):
-        found = [number for number in dict.fromkeys(numbers) if number in places[name]]
+    have = {name: len({student for student, _ in pairs}) for name, pairs in seen.items()}
+    for name in sorted(seen, key=lambda name: (-have[name], name)):
+        found = sorted({number for _, number in seen[name]}, key=numbers.index)
         where = f"(exercise{'s' * (len(found) > 1)} {', '.join(found)})"
-        lines.append(f"{len(have):>6} of {count} learners: {name} {where}")
+        lines.append(f"{have[name]:>6} of {count} learners: {name} {where}")
     notes = [f"{r['student']}: {r['note']}" for r in results if r.get("note")]
     lines += ["", *notes] if notes else []
     return "\n".join(lines)
@@ -156,24 +153,21 @@ def gradescope_results(result: Result) -> dict[str, Any]:
 
     An exercise that is not graded yet has no points.
     """
-    return {
-        "output": f"{result['points']:g} of {result['out_of']:g} points\n{result['note']}".rstrip(),
-        "stdout_visibility": "hidden",
-        "tests": [_test(entry) for entry in result["exercises"]],
-    }
-
-
-def _test(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": f"{entry['title']}: {entry['function']}{' (practice)' * (not entry['out_of'])}",
-        "number": entry["number"],
-        "score": entry["points"],
-        "max_score": entry["out_of"],
-        "status": "passed" if passed(entry) else "failed",
-        "output": exercise_text(entry),
-        "output_format": "text",
-        "visibility": "visible",
-    }
+    tests = [
+        {
+            "name": f"{e['title']}: {e['function']}{' (practice)' * (not e['out_of'])}",
+            "number": e["number"],
+            "score": e["points"],
+            "max_score": e["out_of"],
+            "status": "passed" if passed(e) else "failed",
+            "output": exercise_text(e),
+            "output_format": "text",
+            "visibility": "visible",
+        }
+        for e in result["exercises"]
+    ]
+    said = f"{result['points']:g} of {result['out_of']:g} points\n{result['note']}".rstrip()
+    return {"output": said, "stdout_visibility": "hidden", "tests": tests}
 
 
 def exercise_text(entry: dict[str, Any]) -> str:

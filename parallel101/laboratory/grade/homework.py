@@ -61,17 +61,17 @@ def find_sets(path: Path) -> list[HomeworkSet]:
     by_code: dict[Path, list[Path]] = {}
     for file in tests:
         by_code.setdefault(file.with_name(f"{set_name(file)}.py"), []).append(file)
-    return [HomeworkSet(code, tuple(files), _exercises(files)) for code, files in by_code.items()]
+    sets = []
+    for code, files in by_code.items():
+        exercises = [exercise for file in files for exercise in load_exercises(file)]
+        exercises.sort(key=lambda exercise: in_order(exercise.number))
+        sets.append(HomeworkSet(code, tuple(files), tuple(exercises)))
+    return sets
 
 
 def set_name(file: Path) -> str:
     """Return the name of the set that a file belongs to: hw2 for hw2.py and test_hw2_reduce.py."""
     return file.stem.removeprefix("test_").partition("_")[0]
-
-
-def _exercises(files: list[Path]) -> tuple[Exercise, ...]:
-    exercises = [exercise for file in files for exercise in load_exercises(file)]
-    return tuple(sorted(exercises, key=lambda exercise: in_order(exercise.number)))
 
 
 def in_order(number: str) -> tuple[int, str]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from parallel101.laboratory.grade.exercise_report import Card, ReportRow, predic
 from parallel101.laboratory.grade.handed_in import read
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.laboratory.grade.learner import check_file, predicted
-from parallel101.laboratory.grade.remote import SubmissionRanks, preload_for
+from parallel101.laboratory.grade.remote import SubmissionRanks
 from parallel101.laboratory.record.ipython import in_notebook
 
 
@@ -128,8 +126,8 @@ def _note(function: Callable[..., Any], path: Path) -> str:
         code = compile(path.read_text(encoding="utf-8-sig"), str(path), "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
         return ""  # the verdict says so
-    on_disk = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    if held is None or all(c.co_name != held.co_name or _body(c) == _body(held) for c in on_disk):
+    on_disk = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    if held is None or _body(held) in [_body(c) for c in on_disk if c.co_name == held.co_name]:
         return ""
     return (
         f"This is the verdict on {path.name} as it is on disk. The kernel still holds the version "
@@ -138,11 +136,10 @@ def _note(function: Callable[..., Any], path: Path) -> str:
     )
 
 
-def _body(code: types.CodeType) -> tuple:
+def _body(code: types.CodeType) -> list:
     """Return what a function does, without the numbers of its lines."""
-    consts = code.co_consts
-    constants = tuple(_body(c) if isinstance(c, types.CodeType) else repr(c) for c in consts)
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+    consts = (_body(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
+    return [code.co_code, code.co_names, code.co_varnames, code.co_freevars, *consts]
 
 
 def _show(what: object) -> None:
@@ -153,21 +150,3 @@ def _show(what: object) -> None:
         display(what)
     else:
         print(what)
-
-
-def _prepare(folder: Path) -> threading.Thread:
-    """Start the fork server in another thread, with what the homework in `folder` needs.
-
-    The learner reads meanwhile. Otherwise the first check waits for it: three seconds where the
-    ranks use an optimizer, with which torch imports its compiler.
-    """
-    exercises: list[Exercise] = []
-    with suppress(Exception):  # no homework here, or a file that can't be read: check says so
-        exercises = [exercise for homework in find_sets(folder) for exercise in homework.exercises]
-    thread = threading.Thread(target=preload_for, args=(exercises,), daemon=True)
-    thread.start()
-    return thread
-
-
-if in_notebook():
-    _prepare(Path.cwd())
