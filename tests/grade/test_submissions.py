@@ -115,10 +115,8 @@ def test_a_result_for_each_exercise_with_points_misconception_and_text(homework,
 
 OFFICIAL = notebook("import hw9", HEAD, RIGHT + "    # hw9", "check(hw9.swap)")
 HANDED_IN = {
-    "a notebook that a browser has renamed": {"hw9 (1).ipynb": OFFICIAL},
     "a copy of a notebook": {"hw9-Copy1.ipynb": OFFICIAL, ".ipynb_checkpoints/hw9.ipynb": "{"},
     "a notebook beside the untouched stub": {"hw9.py": STUB, "hw9.ipynb": OFFICIAL},
-    "a notebook beside a program without the functions": {"a.ipynb": OFFICIAL, "b.py": "x = 1"},
     "a notebook that uses what is given": {
         "kim.ipynb": notebook(
             "from hw9 import swap", "import hw9", HEAD, RIGHT.replace("1 -", "hw9.Given.ONE -")
@@ -194,9 +192,7 @@ REFUSED = {
         {"hw9.ipynb": notebook("check(hw9.swap)")},
         "The functions are in the .py file",
     ),
-    "no notebook": ({"hw9.ipynb": "{"}, "not a notebook"),
     "nested JSON": ({"hw9.ipynb": "[" * 100_000 + "]" * 100_000}, "not a notebook"),
-    "nested cells": ({"hw9.ipynb": notebook("swap = " + "(" * 100_000)}, "defines none of"),
     "a large file": ({"hw9.py": "#" * (1 << 20) + "\n"}, "1,048,577 bytes"),
 }
 
@@ -208,16 +204,8 @@ def test_what_cannot_be_graded_says_what_was_expected(homework, tmp_path, conten
     assert text in result["exercises"][0]["problem"]
 
 
-NESTED = {
-    "minus": "def swap(x): return " + "-" * 100_000 + "x",
-    "calls": "def swap(x): return x" + ".y" * 100_000,
-    "parentheses": "(" * 100_000,
-    "null": "def swap(x): return '\0'",
-}
-
-
-def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys, monkeypatch):
-    """None of these names, encodings, sizes, links and nestings stops the class."""
+def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys):
+    """None of these names, encodings, links and nestings stops the class."""
     folder = handed_in(
         tmp_path / "all",
         {
@@ -227,32 +215,19 @@ def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys
             "n" * 249 + ".ipynb": "",
             "odd/\x1b[2Jnotes.txt": "",
             "folder/hw9.py/notes.txt": "",
-            **{f"{name}.py": text for name, text in NESTED.items()},
+            "minus.py": "def swap(x): return " + "-" * 100_000 + "x",
+            "calls.py": "def swap(x): return x" + ".y" * 100_000,
+            "null.py": "def swap(x): return '\0'",
         },
     )
-    for name in (b"j\xf6rg.ipynb", b"j\xf6rg\n.ipynb", b"j\xe4rg.ipynb"):
-        Path(os.fsdecode(os.path.join(os.fsencode(folder), name))).write_text("")
-    for name in ("pipe", "circle", "device", "secret", "nobody"):
+    Path(os.fsdecode(os.path.join(os.fsencode(folder), b"j\xf6rg\n.ipynb"))).write_text("")
+    for name in ("pipe", "circle", "device"):
         (folder / name).mkdir()
     os.mkfifo(folder / "pipe" / "hw9.py")
-    os.mkfifo(folder / "pipe.py")
     (folder / "circle" / "hw9.py").symlink_to("hw9.py")
-    (folder / "circle.py").symlink_to("circle.py")
     (folder / "device" / "hw9.py").symlink_to("/dev/zero")
     (folder / "bob").symlink_to("alice")  # somebody else's folder
-    (folder / "bob.py").symlink_to("alice/hw9.py")
     (folder / "peek").symlink_to("odd")  # the names in it are not told either
-    (folder / "secret" / "hw9.py").write_text(HEAD + RIGHT)
-    (folder / "secret" / "hw9.py").chmod(0)
-    if os.geteuid() == 0:  # who can read it all the same
-        refused, real = folder / "secret" / "hw9.py", Path.open
-
-        def refuse(path, *args, **kwargs):
-            if path == refused:
-                raise PermissionError(13, "Permission denied")
-            return real(path, *args, **kwargs)
-
-        monkeypatch.setattr(Path, "open", refuse)
     entries = {entry.name for entry in folder.iterdir()}
     results, table = tmp_path / "results", tmp_path / "class.csv"
     assert command.handed_in(homework.folder, folder, json=results, csv=table) == 0
@@ -263,12 +238,10 @@ def test_whatever_is_handed_in_each_learner_has_a_row(homework, tmp_path, capsys
     assert all(row["complete"] for row in rows.values())
     problems = {name: row["exercises"][0]["problem"] for name, row in rows.items()}
     assert "is a link" in problems["bob"] and "is a link" in problems["peek"]
-    assert "Permission denied" in problems["secret"]
     assert "there is hw9.py" in problems["pipe"] and "'=1+1,0" in table.read_text()
     assert r"j\xf6rg\n" in rows and r"\x1b[2Jred" in shown and "\x1b" not in shown
     assert r"there is \x1b[2Jnotes.txt" in problems["odd"]
-    for name in ("minus", "calls", "parentheses", "null"):
-        assert problems[name], name
+    assert all(problems[name] for name in ("minus", "calls", "null", "circle", "device"))
 
 
 def test_what_a_learner_returns_and_prints_is_said_in_few_plain_words(homework, tmp_path):
@@ -295,7 +268,6 @@ WRONG_PATHS = {
     "JSON is a folder": ({"json": "there"}, "expected a file"),
     "below a file": ({"csv": "file/results.csv"}, "--csv .*can't be written"),
     "a class's JSON is a file": ({"json": "file", "submission": "there"}, "expected a folder"),
-    "pages into a file": ({"feedback": "file"}, "--feedback .*file can't be written"),
     "an open seed": ({"seed_file": "file"}, "chmod 600"),
     "the seed is a folder": ({"seed_file": "there"}, "no file with a seed"),
     "the seed is empty": ({"seed_file": "empty"}, "is empty"),
@@ -309,9 +281,8 @@ WRONG_PATHS = {
 def test_a_path_that_cannot_be_used_is_told_before_anything_is_graded(
     homework, tmp_path, monkeypatch, options, text
 ):
-    handed_in(
-        tmp_path, {"there/a.py": "", "there/b.py": "", "file": "seed", "empty": "", "names": "../a"}
-    )
+    files = {"there/a.py": "", "there/b.py": "", "file": "seed", "empty": "", "names": "../a"}
+    handed_in(tmp_path, files)
     (tmp_path / "there").chmod(0o700)
     (tmp_path / "empty").chmod(0o600)
     monkeypatch.setattr(isolation, "others_reach", lambda folder: True)  # tmp_path is root's
@@ -335,9 +306,7 @@ def test_where_a_rank_could_read_the_submissions_the_teacher_is_told(
         assert ("chmod 700" in capsys.readouterr().out) == told
 
 
-def test_a_failure_of_the_grader_costs_one_exercise_or_one_submission(
-    homework, tmp_path, monkeypatch
-):
+def test_a_failure_of_the_grader_costs_one_exercise_or_submission(homework, tmp_path, monkeypatch):
     def fails(exercise, *args, **options):
         if exercise.function == "swap":
             raise MemoryError("no memory")
@@ -379,10 +348,9 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
     assert now.keys() == stamps.keys() and dict(now.items() - stamps.items()).keys() == {"bob.json"}
     hashes = {result["hash"] for result in graded}
     assert not hashes & {empty_result(path, homework, "another")["hash"] for path in paths}
-    public = [empty_result(path, homework, PUBLIC_SEED) for path in paths]
     assert command.handed_in(homework.folder, folder, json=results, csv=tmp_path / "class.csv") == 0
-    again = [json.loads((results / f"{result['student']}.json").read_text()) for result in graded]
-    assert [result["hash"] for result in again] == [result["hash"] for result in public]
+    again = json.loads((results / "alice.json").read_text())  # with the public seed
+    assert again["hash"] == empty_result(paths[0], homework, PUBLIC_SEED)["hash"]
     alice = (tmp_path / "class.csv").read_text().splitlines()[1]
     assert alice == "alice,4.0,8,4.0,,,0.0,deadlock,everyone sends first"
     assert "3 submissions, 2.7 of 8 points on average" in capsys.readouterr().out
@@ -391,10 +359,8 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
 def program(folder: Path, code: str, **options) -> subprocess.Popen:
     """A process that runs a script."""
     (folder / "script.py").write_text(code)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, str(folder / "script.py")], env=environ, text=True, **options
-    )
+    environ, script = {**os.environ, "PYTHONPATH": str(ROOT)}, [sys.executable, "script.py"]
+    return subprocess.Popen(script, cwd=folder, env=environ, text=True, **options)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -459,18 +425,17 @@ def test_sigterm_ends_the_grader_as_ctrl_c_does(homework, tmp_path, monkeypatch)
 
 
 def test_a_pool_whose_process_is_killed_gives_each_learner_a_row(homework, tmp_path, monkeypatch):
-    pool = MagicMock()
-    pool.return_value.__exit__.return_value = None
-    future = pool.return_value.__enter__.return_value.submit
-    future.side_effect = lambda *_: MagicMock(**{"result.side_effect": BrokenProcessPool("killed")})
+    pool = MagicMock(**{"return_value.__exit__.return_value": None})
+    killed = {"result.side_effect": BrokenProcessPool("killed")}
+    pool.return_value.__enter__.return_value.submit = lambda *_: MagicMock(**killed)
     monkeypatch.setattr(submissions, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(submissions, "as_completed", list)
     folder = handed_in(tmp_path / "all", {"alice.py": "", "bob.py": ""})
-    paths, results = submissions_in(folder, homework), tmp_path / "results"
-    graded = grade_class(paths, homework, results, seed="s", jobs=2, progress=False)
+    paths = submissions_in(folder, homework)
+    graded = grade_class(paths, homework, tmp_path, seed="s", jobs=2, progress=False)
     assert [result["student"] for result in graded] == ["alice", "bob"]
     assert all("killed" in result["exercises"][0]["problem"] for result in graded)
-    assert {file.name for file in results.iterdir()} == {"alice.json", "bob.json"}
+    assert (tmp_path / "alice.json").exists() and (tmp_path / "bob.json").exists()
 
 
 def test_a_link_beside_the_file_is_not_followed(homework, tmp_path):
@@ -504,14 +469,11 @@ def test_the_autograder_runs_as_gradescope_lays_it_out(homework, tmp_path):
         bundle.extractall(base / "source")
     # still one submission
     handed_in(base / "submission", {"hw9 (1).py": HEAD + RIGHT, "notes.py": "", "figures/a.py": ""})
-    (base / "results").mkdir()
     grader = tmp_path / "grader"
     grader.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m parallel101.cli "$@"\n')
     grader.chmod(0o755)
-    environ = {**os.environ, "AUTOGRADER": str(base), "GRADER": str(grader)}
-    environ["PYTHONPATH"] = str(ROOT)
+    environ = {"AUTOGRADER": str(base), "GRADER": str(grader), "PYTHONPATH": str(ROOT)}
     script = ["bash", str(base / "source" / "run_autograder")]
-    subprocess.run(script, check=True, env=environ, capture_output=True, timeout=100)
+    subprocess.run(script, check=True, env={**os.environ, **environ}, timeout=100)
     tests = json.loads((base / "results" / "results.json").read_text())["tests"]
     assert [test["score"] for test in tests] == [4, 0]
-    assert not empty_result(base, homework)["complete"]
