@@ -63,9 +63,9 @@ def test_only_what_was_waited_for_has_arrived(wait, forgotten):
     if forgotten:
         assert all(result.isnan().all() for result in trial.results)
     else:  # into another shape, as gloo allows it
-        assert [result.flatten().tolist() for result in trial.results] == [
-            [20, 21, 22], [0, 1, 2], [10, 11, 12],
-        ]  # fmt: skip
+        assert [result[:, 0].tolist() for result in trial.results] == [
+            [ten, ten + 1, ten + 2] for ten in (20, 0, 10)
+        ]
     calls = [(call.rank, call.kind, call.where) for call in trial.unwaited]
     assert calls == ([(rank, forgotten, "hw.py:8") for rank in range(3)] if forgotten else [])
     assert trial.trace.bytes_sent == [12, 12, 12] and trial.trace.makespan == 1.0
@@ -88,19 +88,14 @@ return [x, whole[1], best, both] if rank() == 0 else x
     trial = run(body, *tensors(3), allowed=P2P | COLLECTIVES)
     assert trial.error is None
     total = torch.arange(3.0) * 3 + 30
-    for found, expected in zip(
-        trial.results[0], (total, total + 2, total * 2, torch.full((3,), 2.0)), strict=True
-    ):
-        assert torch.equal(found, expected)
+    expected = total, total + 2, total * 2, torch.full((3,), 2.0)
+    assert all(map(torch.equal, trial.results[0], expected))
     assert torch.equal(trial.results[1], total)
 
 
 def test_arguments_and_results_travel_as_they_are():
-    trial = run(
-        "assert x.stride() == (1, 2)\nx[0] += 1\nreturn x",
-        (torch.arange(6.0).reshape(3, 2).t(),),
-        (torch.zeros(3, 2).t(),),
-    )
+    arguments = (torch.arange(6.0).reshape(3, 2).t(),), (torch.zeros(3, 2).t(),)
+    trial = run("assert x.stride() == (1, 2)\nx[0] += 1\nreturn x", *arguments)
     assert trial.error is None and trial.changed == [[0], [0]]
     assert trial.results[0].tolist() == [[1, 3, 5], [1, 3, 5]]
     dataclass = "import dataclasses\n@dataclasses.dataclass\nclass A: x: 'int' = 1\nreturn A(2).x"
@@ -176,11 +171,8 @@ OUT = "torch.empty_like(x)"
 LISTS = "1 tensor, and the group has 2 ranks"
 WRONG_CALLS = {
     "all_gather, three outputs": (f"dist.all_gather([{OUT}, {OUT}, {OUT}], x)", "3 tensors"),
-    "all_gather_into_tensor": ("dist.all_gather_into_tensor(torch.empty(5), x)", "2 equal pieces"),
     "scatter": (f"dist.scatter({OUT}, [x] if rank() == 0 else None)", LISTS),
-    "all_to_all_single": ("dist.all_to_all_single(x.clone(), x, [1, 1], [1, 2])", "split sizes"),
     "BAND on floats": ("dist.all_reduce(x, op=dist.ReduceOp.BAND)", "whole numbers"),
-    "all_reduce_coalesced": ("dist.all_reduce_coalesced([x] * (1 + rank()))", "equally long"),
     "no such root": ("dist.broadcast(x, 7)", "has ranks 0 to 1"),
     "a group's own method": (f"dist.group.WORLD.allgather([[{OUT}]], [x]).wait()", LISTS),
     "float8": ("dist.broadcast(x.to(torch.float8_e5m2), 0)", "torch.float8_e5m2 on cpu can't"),
