@@ -243,7 +243,6 @@ def mesh_case(draw: Draw, dp: int, cp: int, tp: int, clips: bool, steps: int = S
 
 MESHES = (
     (1, 1, 1, True),
-    (2, 1, 2, False),
     (2, 1, 2, True),
     (3, 1, 2, False),
     (2, 2, 1, True),

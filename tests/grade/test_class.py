@@ -5,12 +5,12 @@ a page for each learner. Optional practice is checked, and counts nowhere.
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from bs4 import BeautifulSoup
 
 from parallel101 import cli
@@ -108,9 +108,8 @@ def test_a_class_is_graded_once_and_each_learner_has_a_page_with_their_own_runs(
 
 def test_a_picture_that_cannot_be_drawn_costs_no_points(homework, tmp_path, monkeypatch):
     monkeypatch.setattr(picture, "draw", lambda *_: 1 / 0)
-    file = handed_in(tmp_path, {"jo.py": CLASS["ann"][0]}) / "jo.py"
-    command.handed_in(homework.folder, file, json=tmp_path / "jo.json", feedback=tmp_path)
-    assert json.loads((tmp_path / "jo.json").read_text())["points"] == 4
+    path = handed_in(tmp_path / "jo", {"hw9.py": CLASS["ann"][0]})
+    assert grade_submission(path, homework, "s", page=tmp_path / "jo.html")["points"] == 4
     page = (tmp_path / "jo.html").read_text()
     assert "Everyone sends first." in page and "<figure" not in page
 
@@ -126,52 +125,46 @@ EXERCISES[:] = replace(EXERCISES[0], number="1a"), replace(EXERCISES[1], number=
 FULL = "Every exercise has full points."
 LEFT = f"{FULL} Practice left: 1j."
 SOLUTIONS = {  # what is handed in, whether the practice holds, how its test ends, what is said last
-    "nothing": (STUB, False, "", "Next: 1a"),
     "not written": (HEAD + RIGHT + UNWRITTEN, False, "skipped", LEFT),
     "wrong": (HEAD + RIGHT + FIRST, False, "failed", LEFT),
-    "right": (BOTH, True, "", FULL),
+    "right": (BOTH, True, "passed", FULL),
 }
 
 
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_practice_is_checked_and_counts_nowhere(tmp_path, name, monkeypatch, capsys):
-    source, holds, outcome, last = SOLUTIONS[name]
+@pytest.mark.parametrize(("source", "holds", "outcome", "last"), SOLUTIONS.values(), ids=SOLUTIONS)
+def test_practice_is_checked_and_counts_nowhere(
+    tmp_path, source, holds, outcome, last, monkeypatch, capsys
+):
     homework = made(tmp_path, TESTS + PRACTICE)
     result = grade_submission(handed_in(tmp_path / "alice", {"hw9.py": source}), homework, "a seed")
-    points = 0 if name == "nothing" else 4
-    assert (result["points"], result["out_of"]) == (points, 4)
+    assert (result["points"], result["out_of"]) == (4, 4)
     _, practice = gradescope_results(result)["tests"]
     assert (practice["score"], practice["max_score"]) == (0, 0)
     assert practice["status"] == ("passed" if holds else "failed")
     assert practice["name"].endswith("(practice)") and " of 0" not in practice["output"]
     write_csv(tmp_path / "class.csv", [result])
     (line,) = csv.DictReader((tmp_path / "class.csv").read_text("utf-8").splitlines())
-    assert float(line["1a points"]) == float(line["points"]) == points
-    assert line["1j practice"] == ("done" if holds else "–") and "1j points" not in line
-    assert f"{points}   {'done' if holds else '   –'}" in class_table([result])
-    # the learner, in a terminal and with pytest
+    assert line["1a points"] == line["points"] == "4.0" and "1j points" not in line
+    assert line["1j practice"] == ("done" if holds else "–")
+    assert f"4   {'done' if holds else '   –'}" in class_table([result])
+    # the learner, with pytest, and in a terminal
     homework.code.write_text(source)
     shutil.copy(Path(__file__).parents[2] / "homework" / "conftest.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    cli.main(["grade", "hw9_swap"])
-    texts = [capsys.readouterr().out]
-    if outcome:
-        pytest.main([*options, "--import-mode=importlib", "hw9_swap"])
-        texts.append(capsys.readouterr().out)
-    for said in texts:
-        assert f"  {'✓' if holds else '–'} 1j  Swap      practice" in said
-        assert f"hw9_swap: {points} of 4 points" in said and last in said
-        assert ("Practice left" in said) == ("left" in last) and " of 0" not in said
-    assert "optional practice" in texts[0] and outcome in texts[-1]
+    pytest.main([*options, "--import-mode=importlib", "hw9_swap"])
+    said = capsys.readouterr().out
+    assert outcome in said and f"  {'✓' if holds else '–'} 1j  Swap      practice" in said
+    assert "hw9_swap: 4 of 4 points" in said and last in said and " of 0" not in said
+    assert ("Practice left" in said) == ("left" in last)
+    if outcome == "failed":
+        cli.main(["grade", "hw9_swap"])
+        assert "optional practice" in (said := capsys.readouterr().out) and LEFT in said
 
 
-def test_without_a_grade_the_practice_is_not_done(tmp_path):
+def test_what_is_not_graded_yet_has_no_points_and_parts_are_in_order(tmp_path):
     result = empty_result(Path("carol"), made(tmp_path, TESTS + PRACTICE))
     assert [test["status"] for test in gradescope_results(result)["tests"]] == ["failed", "failed"]
-
-
-def test_a_set_may_have_more_than_eight_parts():
     numbers = ["9k", "10", "9a", "8", "9j", "9i"]
     assert sorted(numbers, key=in_order) == ["8", "9a", "9i", "9j", "9k", "10"]
 
@@ -179,17 +172,12 @@ def test_a_set_may_have_more_than_eight_parts():
 # ---- a check may give a part of its points ----
 
 
-def fails(trials) -> float:
-    raise KeyError("what a rank returns may be anything")
-
-
 PARTS = {  # the part, whether the value is right, and the points of 4 + 6
-    "none": (lambda trials: 0.0, True, 4),
     "half": (lambda trials: 0.5, True, 4 + 3),
     "wrong value": (lambda trials: 0.5, False, 0),  # it counts only with the right value
     "too much": (lambda trials: 7.0, True, 4 + 0.99 * 6),  # a failed check never has all points
     "too little": (lambda trials: -1.0, True, 4),
-    "error": (fails, True, 4),
+    "error": (lambda trials: 1 / 0, True, 4),  # what a rank returns may be anything
 }
 
 
@@ -210,15 +198,10 @@ def test_a_check_that_is_not_passed_earns_its_part_if_the_value_is_right(part, v
     assert "not all of it" in str(verdict)
 
 
-def test_two_numbers_that_look_the_same_are_told_apart():
-    import torch
-
+def test_what_differs_is_said_so_that_it_can_be_told_apart():
     several = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert "(a difference of 1e-08)" in difference(several + torch.tensor([1e-8, 0]), several)
     assert "(a difference of " in difference(several[:1] + 1e-8, several[:1])
     assert difference(several[:1], several[1:]) == "1; expected 2"
-
-
-def test_a_function_that_only_computes_is_not_said_to_have_ranks():
     assert Case([()], [{}], "16 GPUs", computes=True).label == "16 GPUs"
     assert Case([()], [{}], "16 GPUs").label == "1 rank, 16 GPUs"

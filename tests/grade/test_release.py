@@ -122,11 +122,11 @@ def test_answers_in_the_notebook_are_found_and_its_outputs_stay_at_home(clone, t
     assert names == ["hw1.ipynb", "hw1.py", "test_hw1.py"]
     assert sorted(file.name for file in (github / "hw1_moving").iterdir()) == names
     change_cell(copy / "hw1.ipynb", "shift-guess", source="predict(hw1.ring_shift, sent=4000)")
-    assert found(copy) == ["hw1.ipynb, cell shift-guess: sent is answered"]
+    assert found(copy) == ["hw1.ipynb, cell shift-guess, line 1: sent is answered"]
     change_cell(copy / "hw1.ipynb", "shift-check", source="#     y = torch.empty_like(x)\n1 + 1")
-    assert any("shift-check: a comment is code" in place for place in found(copy))
+    assert any("shift-check, line 1: a comment is code" in place for place in found(copy))
     change_cell(copy / "hw1.ipynb", "shift-check", source="def gather(x, root):\n    return x")
-    assert "hw1.ipynb, cell shift-check: gather is filled in" in found(copy)
+    assert "hw1.ipynb, cell shift-check, line 1: gather is filled in" in found(copy)
 
 
 def test_what_it_writes_installs_from_the_bundled_wheel(clone, tmp_path):

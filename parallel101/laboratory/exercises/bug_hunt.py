@@ -11,14 +11,12 @@ text. Answers come from a secret seed, so this file tells nobody what they are.
 
 from __future__ import annotations
 
-import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from parallel101.laboratory.grade.exercise import Draw, module_of
 from parallel101.laboratory.record.errors import DeadlockError
-from parallel101.laboratory.record.events import Event
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.network import Network
 
@@ -125,11 +123,12 @@ def main(plan):
         watch(log, "weights", weights)  #weights
     return log
 """
-COMMENTS = [
+
+COMMENTS = (
     "# TODO: type hints",
     "# Called in every step.",
     "# The cluster's notes have more about this.",
-]
+)
 
 
 @dataclass
@@ -144,6 +143,9 @@ class Hunt:
         answer: (rank, line, cause).
         lines: the lines of the calls, by what they do: "send", "recv", "bucket", …
         facts: what rules about wrong answers need.
+        trace: the record of the run; if the run hangs, up to that moment.
+        error: the DeadlockError of a run that hangs.
+        logs: the values that each rank wrote down.
     """
 
     kind: str
@@ -152,26 +154,10 @@ class Hunt:
     plan: dict[str, Any] = field(repr=False)
     answer: tuple[int, int, str] = field(repr=False)
     lines: dict[str, int] = field(repr=False)
-    facts: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def _ran(self) -> tuple[Trace, BaseException | None, list[Any]]:
-        from parallel101.laboratory.ranks.launch import launch
-
-        module: types.ModuleType = module_of(FILE, self.source, "train")
-        try:
-            run = launch(
-                module.main,
-                self.plan,
-                world_size=self.world_size,
-                backend="sim",
-                trace=True,
-                network=Network(latency=1e-3, bandwidth=2e4),
-            )
-        except DeadlockError as error:
-            return error.trace, error, []  # type: ignore[attr-defined]
-        assert run.trace is not None
-        return run.trace, None, run.results
+    facts: dict[str, Any] = field(repr=False)
+    trace: Trace = field(repr=False)
+    error: DeadlockError | None = field(repr=False)
+    logs: list[Any] = field(repr=False)
 
     @property
     def listing(self) -> str:
@@ -179,37 +165,24 @@ class Hunt:
         rows = enumerate(self.source.splitlines(), start=1)
         return "\n".join(f"{number:3}  {line}".rstrip() for number, line in rows)
 
-    @property
-    def trace(self) -> Trace:
-        """The record of the run; if the run hangs, up to that moment."""
-        return self._ran[0]
-
-    @property
-    def error(self) -> BaseException | None:
-        """The DeadlockError of a run that hangs."""
-        return self._ran[1]
-
     def records(self) -> list[list[dict[str, Any]]]:
         """Return the calls of each rank, or the values that it wrote down, in program order."""
         if self.kind == "wrong":
-            return self._ran[2]
+            return self.logs
         rows: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
-        done = [(event, True) for event in self.trace.events]
-        for event, ended in [*done, *((event, False) for event in self.trace.unfinished)]:
-            rows[event.rank].append(_row(event, ended))
+        for events, ended in ((self.trace.events, True), (self.trace.unfinished, False)):
+            for event in events:
+                row = {
+                    "call": event.name if event.kind == "span" else event.kind,
+                    "line": int(event.where.rpartition(":")[2]),
+                    "peer": event.peer,
+                    "group": event.group.name,
+                    "nbytes": event.nbytes,
+                    "posted": event.posted,
+                    "end": event.end if ended else None,
+                }
+                rows[event.rank].append(row)
         return [sorted(own, key=lambda row: (row["posted"], row["line"])) for own in rows]
-
-
-def _row(event: Event, ended: bool) -> dict[str, Any]:
-    return {
-        "call": event.name if event.kind == "span" else event.kind,
-        "line": int(event.where.rpartition(":")[2]),
-        "peer": event.peer,
-        "group": event.group.name,
-        "nbytes": event.nbytes,
-        "posted": event.posted,
-        "end": event.end if ended else None,
-    }
 
 
 def hunt(kind: str, seed: str, cause: str | None = None, rank: int | None = None) -> Hunt:
@@ -231,7 +204,20 @@ def hunt(kind: str, seed: str, cause: str | None = None, rank: int | None = None
     culprit = draw.integer(0, n - 1) if rank is None else rank % n
     source, lines = _text(kind, draw)
     plan, line, facts = MADE[kind](draw, n, steps, culprit, cause)
-    return Hunt(kind, source, n, plan, (culprit, lines[line], cause), lines, facts)
+    ran = _run(source, plan, n)
+    return Hunt(kind, source, n, plan, (culprit, lines[line], cause), lines, facts, *ran)
+
+
+def _run(source: str, plan: dict[str, Any], n: int) -> tuple[Trace, DeadlockError | None, list]:
+    from parallel101.laboratory.ranks.launch import launch
+
+    main, network = module_of(FILE, source, "train").main, Network(latency=1e-3, bandwidth=2e4)
+    try:
+        run = launch(main, plan, world_size=n, backend="sim", trace=True, network=network)
+    except DeadlockError as error:
+        return error.trace, error, []  # type: ignore[attr-defined]
+    assert run.trace is not None
+    return run.trace, None, run.results
 
 
 def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
@@ -239,11 +225,9 @@ def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
     if kind == "wrong":
         parts, main = [WATCH, AVERAGE, UPDATE], TRAIN
     else:
-        calls = list(CALLS)
         # the exchange comes first: a rank that is ahead waits for the one before
-        if kind == "hang":
-            calls[1:] = _shuffled(draw, calls[1:])
-        parts, main = [FORWARD, EXCHANGE, REDUCE, REPORT], MAIN + "".join(calls)
+        rest = CALLS[1:] if kind == "slow" else _shuffled(draw, CALLS[1:])
+        parts, main = [FORWARD, EXCHANGE, REDUCE, REPORT], "".join([MAIN, CALLS[0], *rest])
     text = HEAD
     for part in [*_shuffled(draw, parts), main]:
         comments = _shuffled(draw, COMMENTS)[: draw.integer(0, 3)]
@@ -253,7 +237,7 @@ def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
     return "".join(f"{code}\n" for code, _, _ in rows), lines
 
 
-def _shuffled(draw: Draw, items: list[str]) -> list[str]:
+def _shuffled(draw: Draw, items: Sequence[str]) -> list[str]:
     rest = list(items)
     return [rest.pop(draw.integer(0, len(rest) - 1)) for _ in items]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.harness import backward_takes
-from parallel101.laboratory.grade.compared_values import same
+from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
@@ -121,8 +121,8 @@ def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool
             "p": p,
             "m": m,
             "chunks": chunks or 1,
-            "gradients": [sum(gradients[rank::p], []) for rank in range(p)],
-            "last": last,
+            "added": [[[m * g for g in own] for own in gradients]],
+            "last": [last, [[g / m for g in own] for own in last]],
             "activation": xs[0].nbytes,
         },
         FREE,
@@ -205,39 +205,8 @@ def two_halves(case: Case) -> float:
     return 2 * (case.facts["m"] + case.facts["p"] - 1)
 
 
-def returned(trial: Trial, rank: int) -> list[Any]:
-    """Return the gradients that a rank returned, flat."""
-    result = trial.results[rank]
-    found = result[-1] if isinstance(result, list) else []
-    return [g for part in found for g in (part if isinstance(part, list) else [part])]
-
-
-def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]], k: float) -> bool:
-    """Return whether every rank returned k times these gradients, which are given by rank."""
-    return trial.error is None and all(
-        same(returned(trial, rank), [k * g for g in gradients])
-        for rank, gradients in enumerate(expected)
-    )
-
-
-def every(
-    trials: Sequence[Trial], where: Callable[[Trial], bool], what: Callable[[Trial], bool]
-) -> bool:
-    """Return whether wrong trials `where` exist, and all of them show `what`."""
-    return all_show(filter(where, failed(trials)), what)
-
-
 def several(trial: Trial) -> bool:
     return trial.case.facts["m"] > 1
-
-
-def scaled(trial: Trial) -> bool:
-    return gradients_are(trial, trial.case.facts["gradients"], trial.case.facts["m"])
-
-
-def last_only(trial: Trial) -> bool:
-    ks = (1.0, 1.0 / trial.case.facts["m"])
-    return any(gradients_are(trial, trial.case.facts["last"], k) for k in ks)
 
 
 def detached(trial: Trial) -> bool:
@@ -246,10 +215,7 @@ def detached(trial: Trial) -> bool:
         failed_at = getattr(trial.error, "rank", 0)
         went_backward = any(span.rank == failed_at for span in trial.trace.spans("backward"))
         return failed_at > 0 and went_backward and "NoneType" in str(trial.error)
-    without = [
-        all(g is None or not g.any() for g in returned(trial, rank))
-        for rank in range(trial.world_size)
-    ]
+    without = [all(g is None or not g.any() for g in grads) for *_, grads in trial.results]
     return any(without[:-1]) and not without[-1] and all(received(trial)[1:])
 
 
@@ -280,19 +246,19 @@ NO_AVERAGE = Misconception(
     "no 1/M",
     "The gradients are M times too large: the losses of the microbatches were added, and the "
     "loss of the batch is their mean.",
-    lambda trials: every(trials, several, scaled),
+    gives("added", -1),
 )
 LAST_ONLY = Misconception(
     "only the last microbatch's gradient",
     "The gradients are those of the last microbatch alone. The gradients of the other "
     "microbatches were lost.",
-    lambda trials: every(trials, several, last_only),
+    gives("last", -1),
 )
 DETACHED = Misconception(
     "graph detached",
     "Earlier stages get no gradient: the backward ends at the tensor that was received, and "
     "nothing goes back to the stage before.",
-    lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
+    lambda trials: all_show((t for t in failed(trials) if t.world_size > 1), detached),
 )
 HELD = Question(
     "held",

@@ -14,6 +14,7 @@ from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.plain_text import plain, plain_name
 from parallel101.laboratory.grade.remote import Submission
 from parallel101.laboratory.grade.stubs import (
+    DEFINED,
     UNREADABLE,
     code_cells,
     given_in,
@@ -25,8 +26,8 @@ MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
 MOST_NOTEBOOK = 1 << 25  # of a notebook, which may have pictures
 MOST_FILES = 20  # that are read
 TESTS = ("test_", "conftest")
+SUFFIXES = (".py", ".ipynb")
 NOT_HANDED_IN = "not handed in"
-DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NAMED = (ast.Assign, ast.AnnAssign)
 
 
@@ -124,51 +125,45 @@ def _files_in(path: Path, code: Path) -> list[Path]:
     Raises NoSubmission if there is none.
     """
     name = code.name
-    if not path.exists():
-        raise NoSubmission(
-            f"{plain(str(path))} does not exist; expected {name}, or a folder with it",
-            NOT_HANDED_IN,
-        )
-    if not path.is_dir():
-        if path.suffix not in (".py", ".ipynb") or not path.is_file():
-            raise NoSubmission(f"{plain_name(path)} is not a Python file; expected {name}")
-        return [path]
-    found = [
-        file
-        for file in path.rglob("*")
-        if file.suffix in (".py", ".ipynb")
-        and file.is_file()
-        and not any(part[0] == "." for part in file.relative_to(path).parts)
-        and not file.name.startswith(TESTS)
-    ]
-    if not found:
+    if path.is_dir():
+        found = [
+            file
+            for file in path.rglob("*")
+            if file.suffix in SUFFIXES
+            and file.is_file()
+            and not any(part[0] == "." for part in file.relative_to(path).parts)
+            and not file.name.startswith(TESTS)
+        ]
+        if found:
+
+            def unlikely(file: Path) -> tuple:
+                ours = file.name.startswith(code.stem)
+                return file.name != name, not ours, file.suffix == ".ipynb", len(file.parts), file
+
+            return sorted(found, key=unlikely)[:MOST_FILES]
         there = ", ".join(sorted(plain_name(file) for file in path.iterdir())[:8]) or "nothing"
-        raise NoSubmission(
-            f"there is no {name} in what was handed in; there is {there}", NOT_HANDED_IN
-        )
-
-    def unlikely(file: Path) -> tuple:
-        ours = file.name.startswith(code.stem)
-        return file.name != name, not ours, file.suffix == ".ipynb", len(file.parts), file
-
-    return sorted(found, key=unlikely)[:MOST_FILES]
+        what = f"there is no {name} in what was handed in; there is {there}"
+    elif path.exists():
+        if path.suffix in SUFFIXES and path.is_file():
+            return [path]
+        raise NoSubmission(f"{plain_name(path)} is not a Python file; expected {name}")
+    else:
+        what = f"{plain(str(path))} does not exist; expected {name}, or a folder with it"
+    raise NoSubmission(what, NOT_HANDED_IN)
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
     """Yield (module, source) for other Python files beside the file, which it may import."""
     left = MOST_SOURCE  # bytes of all of them
     for other in sorted(file.parent.glob("*.py"))[:50]:
-        if other == file or other.name.startswith(TESTS):
-            continue
-        try:
+        with suppress(OSError, RuntimeError, UnicodeDecodeError, NoSubmission):
             _refuse_links(other, path if path.is_dir() else other)
             # not a folder, nor a pipe, of which nobody would write the end
-            if other.is_file() and other.stat().st_size <= left:
+            readable = other.is_file() and other.stat().st_size <= left
+            if readable and other != file and not other.name.startswith(TESTS):
                 source = other.read_text(encoding="utf-8-sig")
                 left -= len(source)
                 yield other.stem, source
-        except (OSError, RuntimeError, UnicodeDecodeError, NoSubmission):
-            continue
 
 
 def student(path: Path) -> str:
@@ -184,7 +179,7 @@ def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
     if path.is_file() or not path.is_dir() or (path / homework.code.name).is_file():
         return None
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    return [entry for entry in entries if entry.suffix in (".py", ".ipynb") or entry.is_dir()]
+    return [entry for entry in entries if entry.suffix in SUFFIXES or entry.is_dir()]
 
 
 # ---- the program in a notebook ----

@@ -120,7 +120,12 @@ def release(
         ValueError: `library` is not an address.
     """
     if found := filled_in(homework):
-        raise NotStubs(_refusal(homework, found))
+        folder, places = os.path.relpath(homework.folder), "".join(f"\n  {one}" for one in found)
+        raise NotStubs(
+            f"{folder} is not released, because learners would get what is filled in:{places}\n"
+            "Release it from a clone in which nothing is filled in, or copy your solution "
+            f"elsewhere and get the stubs back: git checkout -- {folder}"
+        )
     if library is not None and not ADDRESS.fullmatch(library):
         raise ValueError(
             f"--library {library!r}: expected an address, such as "
@@ -138,7 +143,11 @@ def release(
     learners, gradescope, github = (
         out / path for path in (f"{name}.zip", f"{name}_gradescope.zip", "github")
     )
-    files = {f"{name}/{file.name}": _content(file) for file in handed_out(homework)}
+    files = {f"{name}/{file.name}": file.read_bytes() for file in handed_out(homework)}
+    files = {
+        file: without_outputs(content.decode()).encode() if file.endswith(".ipynb") else content
+        for file, content in files.items()
+    }
     _write_zip(learners, {file: (content, 0o644) for file, content in files.items()})
     torch_version = torch.__version__.partition("+")[0]
     setup = SETUP.format(torch=torch_version, library=library or f"/autograder/source/{wheel}")
@@ -181,22 +190,6 @@ def handed_out(homework: HomeworkSet) -> list[Path]:
     return [file for file in files if file.is_file() and file.name[0] != "."]
 
 
-def _content(file: Path) -> bytes:
-    if file.suffix == ".ipynb":
-        return without_outputs(file.read_text(encoding="utf-8")).encode()
-    return file.read_bytes()
-
-
-def _refusal(homework: HomeworkSet, found: list[str]) -> str:
-    folder = os.path.relpath(homework.folder)
-    places = "".join(f"\n  {place}" for place in found)
-    return (
-        f"{folder} is not released, because learners would get what is filled in:{places}\n"
-        f"Release it from a clone in which nothing is filled in, or copy your solution elsewhere "
-        f"and get the stubs back: git checkout -- {folder}"
-    )
-
-
 # ---- this library as a wheel ----
 
 
@@ -231,7 +224,10 @@ def library_wheel() -> tuple[str, bytes]:
     }
     files |= {f"{named}.dist-info/{name}": text.encode() for name, text in texts.items()}
     record = f"{named}.dist-info/RECORD"
-    lines = [f"{name},{_hash(data)},{len(data)}\n" for name, data in files.items()]
+    lines = []
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(data)}\n")
     files[record] = "".join([*lines, f"{record},,\n"]).encode()
     packed = io.BytesIO()
     _write_zip(packed, {name: (data, 0o644) for name, data in files.items()})
@@ -245,8 +241,3 @@ def _write_zip(file: Path | IO[bytes], contents: dict[str, tuple[bytes, int]]) -
             entry = zipfile.ZipInfo(name, TIME)
             entry.external_attr = (stat.S_IFREG | mode) << 16
             archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
-
-
-def _hash(data: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
-    return f"sha256={digest.decode()}"

@@ -24,25 +24,56 @@ from parallel101.laboratory.grade.homework import HomeworkSet
 
 GIVEN = "this is given"  # in the docstring of a function that learners need and don't write
 UNANSWERED = ("?", None, ...)
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 CODE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Return, ast.For, ast.If, ast.With)
 
 
 def filled_in(homework: HomeworkSet) -> list[str]:
     """Return a sentence for each place in a set's files that is, or may be, a solution."""
     functions = {exercise.function for exercise in homework.exercises}
-    said = list(_in_code(homework.code, functions))
-    if homework.notebook.is_file():
-        said += _in_notebook(homework.notebook, functions)
-    return said
+    name = homework.code.name
+    parts = [(name, homework.code.read_text(encoding="utf-8-sig"))]
+    try:
+        nodes = ast.parse(parts[0][1]).body
+        cells = enumerate(_cells_of(homework), 1)
+        parts += [(f"{homework.notebook.name}, cell {id or i}", text) for i, (id, text) in cells]
+    except (SyntaxError, ValueError, KeyError, TypeError) as error:
+        return [f"{homework.folder.name} has a file that can't be read: {error!r}"]
+    found = []
+    for place, source in parts:
+        text, statements = parsed(source)
+        said = [(line, f"a comment is code: {code}") for line, code in _code_in_comments(text)]
+        for node in (part for top in statements or () for part in ast.walk(top)):
+            if isinstance(node, DEFINED) and node.name in functions and not is_stub(node):
+                said.append((node.lineno, f"{node.name} is filled in"))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "predict":
+                answers = [(one.arg, getattr(one.value, "value", 0)) for one in node.keywords]
+                given = [arg for arg, value in answers if value not in UNANSWERED]
+                said += [(node.lineno, f"{arg} is answered") for arg in given]
+        found += [f"{place}, line {line}: {what}" for line, what in said]
+    for node in nodes:
+        place = f"{name}, line {node.lineno}"
+        if isinstance(node, DEFINED):
+            if node.name not in functions and GIVEN not in (ast.get_docstring(node) or ""):
+                asks = f"no exercise asks for {node.name}, and its docstring doesn't say ({GIVEN})"
+                found.append(f"{place}: {asks}")
+        elif not _is_plain(node, functions):
+            found.append(f"{place}: runs code: {ast.unparse(node).splitlines()[0]}")
+    written = {node.name for node in nodes if isinstance(node, DEFINED)}
+    return found + [f"{name} has no stub of {function}" for function in sorted(functions - written)]
+
+
+def _cells_of(homework: HomeworkSet) -> list[tuple[str, str]]:
+    if not homework.notebook.is_file():
+        return []
+    return code_cells(homework.notebook.read_text(encoding="utf-8"))
 
 
 def scratch_cells(homework: HomeworkSet) -> list[str]:
     """Return the cells of code that were added in Jupyter, which gives them such ids."""
-    if not homework.notebook.is_file():
-        return []
     return [
         source.strip().partition("\n")[0]
-        for name, source in code_cells(homework.notebook.read_text(encoding="utf-8"))
+        for name, source in _cells_of(homework)
         if re.fullmatch(r"[0-9a-f]{8}[0-9a-f-]*", name or "00000000") and source.strip()
     ]
 
@@ -50,12 +81,11 @@ def scratch_cells(homework: HomeworkSet) -> list[str]:
 def given_in(code: Path) -> str:
     """Return the imports of a set's file, and the functions and classes in it that are given."""
     nodes = ast.parse(code.read_text(encoding="utf-8-sig")).body
-    definitions = ast.FunctionDef | ast.ClassDef
     return "\n".join(
         ast.unparse(node)
         for node in nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
-        or (isinstance(node, definitions) and GIVEN in (ast.get_docstring(node) or ""))
+        or (isinstance(node, DEFINED) and GIVEN in (ast.get_docstring(node) or ""))
     )
 
 
@@ -68,38 +98,15 @@ def without_outputs(notebook: str) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _in_code(file: Path, functions: set[str]) -> Iterator[str]:
-    source = file.read_text(encoding="utf-8-sig")
-    try:
-        nodes = ast.parse(source).body
-    except SyntaxError as error:
-        yield f"{file.name} can't be read: {error.msg} (line {error.lineno})"
-        return
-    for node in nodes:
-        place = f"{file.name}, line {node.lineno}"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if node.name in functions and not is_stub(node):
-                yield f"{place}: {node.name} is filled in"
-            elif node.name not in functions and GIVEN not in (ast.get_docstring(node) or ""):
-                yield (
-                    f"{place}: no exercise asks for {node.name}, and its docstring doesn't say "
-                    f"({GIVEN})"
-                )
-        elif not _is_plain(node, functions):
-            yield f"{place}: runs code: {ast.unparse(node).splitlines()[0]}"
-    written = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    yield from (f"{file.name} has no stub of {name}" for name in sorted(functions - written))
-    for line, comment in _code_in_comments(source):
-        yield f"{file.name}, line {line}: a comment is code: {comment}"
-
-
 def _code_in_comments(source: str) -> Iterator[tuple[int, str]]:
     """Yield comments that are Python, such as a solution that is commented out; not # hint(…)."""
     with suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             text = token.string.lstrip("# ")
-            if token.type == tokenize.COMMENT and _is_code(text) and not text.startswith("hint("):
-                yield token.start[0], token.string
+            if token.type == tokenize.COMMENT and not text.startswith("hint("):
+                with suppress(SyntaxError, ValueError):
+                    if any(isinstance(node, CODE) for node in ast.walk(ast.parse(text))):
+                        yield token.start[0], token.string
 
 
 def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
@@ -131,35 +138,6 @@ def _is_plain(node: ast.stmt, functions: set[str]) -> bool:
     runs = any(isinstance(part, ast.Call | ast.Lambda) for part in ast.walk(node))
     to_names = all(isinstance(target, ast.Name) for target in targets)
     return to_names and not runs and not names & functions
-
-
-def _is_code(comment: str) -> bool:
-    try:
-        return any(isinstance(node, CODE) for node in ast.walk(ast.parse(comment)))
-    except (SyntaxError, ValueError):
-        return False
-
-
-def _in_notebook(file: Path, functions: set[str]) -> Iterator[str]:
-    try:
-        cells = code_cells(file.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError) as error:
-        yield f"{file.name} is not a notebook that can be read: {error!r}"
-        return
-    for number, (name, source) in enumerate(cells, 1):
-        place = f"{file.name}, cell {name or number}"
-        text, nodes = parsed(source)
-        for _, comment in _code_in_comments(text):
-            yield f"{place}: a comment is code: {comment}"
-        for node in (part for top in nodes or () for part in ast.walk(top)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in functions:
-                if not is_stub(node):
-                    yield f"{place}: {node.name} is filled in"
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "predict":
-                for answer in node.keywords:
-                    value = answer.value
-                    if not (isinstance(value, ast.Constant) and value.value in UNANSWERED):
-                        yield f"{place}: {answer.arg} is answered"
 
 
 # ---- cells of a notebook ----

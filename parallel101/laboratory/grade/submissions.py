@@ -130,8 +130,9 @@ def grade_class(
         feedback: the folder for a page for each learner, which exists; None: no pages.
     """
     results.mkdir(parents=True, exist_ok=True)
-    tasks = []
-    for path, name in _result_names(submissions).items():
+    often, tasks = Counter(map(student, submissions)), []
+    for path in submissions:  # alice; if both were handed in, alice.py and alice.ipynb
+        name = plain_name(path) if often[student(path)] > 1 else student(path)
         page = None if feedback is None else feedback / f"{name}.html"
         tasks.append(Task(path, homework.tests[0], seed, results / f"{name}.json", page))
     done = {task: found for task in tasks if (found := task.finished()) is not None}
@@ -238,15 +239,3 @@ def _end_when_told() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
-    """Return the name of each result, such as alice.
-
-    If both were handed in, they are alice.py and alice.ipynb.
-    """
-    often = Counter(map(student, submissions))
-    return {
-        path: plain_name(path) if often[student(path)] > 1 else student(path)
-        for path in submissions
-    }
