@@ -21,10 +21,10 @@ which is replaced. The runner does everything else itself: it posts, waits and s
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from parallel101.trainers.weight_gradients import WeightGradients
 
 Key = tuple[int, str]  # stage and kind of an action
 START: Key = (0, "")  # before the first action
+COUNTS = "flops", "busy", "kernels"  # of a virtual GPU
+SENT = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}  # what sends the result of an action
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Tape:
         links: which its messages held.
         open: how many messages it did not wait for, and how often it waited for other actions'.
         live, peak: bytes by which it changed what is alive, and the most that it had besides.
-        counts: what it added to the GPU's flops, busy and kernels.
+        counts: what it added to the GPU's COUNTS.
         sent: what it made for another stage: shape and dtype; None: nothing.
         loss: the same of what it added to the losses. weights: of losses with a weight.
     """
@@ -82,20 +84,20 @@ class TapedWork:
         tape: it is on this one; None: it was waited for.
     """
 
-    def __init__(self, recorder: TapeRecorder, work: Any):
-        self.recorder, self.work, self.key = recorder, work, recorder.key
-        self.tape, self.number = recorder.tape, recorder.posted[self.key] - 1
+    def __init__(self, player: Player, work: Any):
+        self.player, self.work, self.key = player, work, player.key
+        self.tape, self.number = player.tape, player.posted[self.key] - 1
 
     def wait(self) -> bool:
-        return self.recorder.wait(self)
+        return self.player.wait(self)
 
 
-class TapeRecorder:
-    """Records one rank's tapes, and plays them.
+class Player:
+    """Carries out the actions of a trainer's runner on one rank: for real, or from their tapes.
 
     Attributes:
-        planned, final: see `real_microbatches`.
-        real: (stage, microbatch) of those that are run for real in this step.
+        planned: (stage, microbatch) of those that are run for real in every step; real: in this.
+        final: the actions with which the gradients of a stage are complete.
         losses: of this step.
         tapes: the last of each action, and of each (action, way of the microbatch's forward, the
             action before). A forward's way is the action before it.
@@ -103,61 +105,93 @@ class TapeRecorder:
             many there have been.
         loose: those that played tapes have posted and not waited for: no real action knows of them.
         outside: the links of messages that are on no tape that is played.
-        tape, key: that is being recorded, and its action.
+        tape, key: that is being recorded, and its action; at: when its last event was.
     """
 
-    def __init__(
-        self,
-        rank: VirtualRank,
-        gpu: VirtualGPU,
-        planned: set[tuple[int, int]],
-        final: set[Action],
-    ):
-        self.rank, self.gpu, self.planned, self.final = rank, gpu, planned, final
+    def __init__(self, trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU):
+        self.rank, self.gpu, self.runner = rank, gpu, trainer.runner
+        self.run, self.perform = self.runner.run, self.runner.perform
         self.outside: set[int] = set()
         self.tape: Tape | None = None
         self.key = START
+        first, last = (3, 2) if trainer.data.options.zero_stage >= 2 else (2, 1)
+        actions = [Action(*action) for action in self.runner.actions]
+        self.planned: set[tuple[int, int]] = set()
+        self.final: set[Action] = set()
+        for stage in {action.stage for action in actions}:
+            of_kind = {k: [a for a in actions if (a.stage, a.kind) == (stage, k)] for k in NAMES}
+            complete = of_kind["W"] or of_kind["B"]
+            of_ends = [complete[-last:], *(of[:first] for of in of_kind.values())]
+            self.planned |= {action[::2] for of in of_ends for action in of}
+            self.final |= {of[-1] for of in of_kind.values() if of}
 
-    @contextmanager
-    def listening(self, losses: Losses) -> Iterator[None]:
-        """Watch this rank's messages in a step, inside the block."""
+    def step(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
+        """Run a step, and watch the messages of this rank meanwhile."""
         self.losses, self.real = losses, set(self.planned)
         self.tapes: dict[tuple, Tape] = {}
-        self.before = self.way = START
+        self.before = START
         self.way_of: dict[tuple[int, int], Key] = {}  # of each microbatch in this step
         self.works: defaultdict[Key, deque[Any]] = defaultdict(deque)
         self.posted: Counter[Key] = Counter()
         self.loose: defaultdict[Key, list[Any]] = defaultdict(list)
         groups = [group for group in self.rank.groups if "send" not in vars(group)]
-        for group in groups:
-            for name in ("send", "recv"):
-                setattr(group, name, partial(self.post, group, getattr(group, name), name))
+        for group, name in product(groups, ("send", "recv")):
+            setattr(group, name, partial(self.post, group, getattr(group, name), name))
         try:
-            yield
+            self.run(inputs, targets, losses)
             for key in list(self.loose):
                 self.settle(key)
         finally:
-            for group in groups:
-                for name in ("send", "recv"):
-                    vars(group).pop(name, None)
+            for group, name in product(groups, ("send", "recv")):
+                delattr(group, name)
 
-    def is_real(self, action: Action) -> bool:
-        """Return whether this action of the step is run for real."""
-        microbatch = action[::2]
-        if action.kind == "F":
-            self.way = self.way_of[microbatch] = self.before
-            if self.ways(action[:2])[0] not in self.tapes:
-                self.real.add(microbatch)
-        self.way = self.way_of[microbatch]
-        return microbatch in self.real
-
-    def ways(self, key: Key) -> tuple[tuple, ...]:
-        return (key, self.way, self.before), key
-
-    def counts(self) -> tuple[float, ...]:
-        return self.gpu.flops, self.gpu.busy, self.gpu.kernels
+    def carry_out(self, action: Action, *batch: Any) -> None:
+        """Carry out an action of the runner whose input has arrived."""
+        action = Action(*action)
+        key, microbatch = action[:2], action[::2]
+        way = self.way_of.setdefault(microbatch, self.before)
+        ways = (key, way, self.before), key
+        if action.kind == "F" and ways[0] not in self.tapes:
+            self.real.add(microbatch)
+        if microbatch in self.real:
+            tape = self.record(action, partial(self.perform, action, *batch))
+            if action in self.final and key in self.tapes:  # not played: gradients leave in it
+                self.outside |= tape.links - self.tapes[key].links
+            else:
+                self.tapes |= dict.fromkeys(ways, tape)
+        else:
+            self.play(action, next(self.tapes[way] for way in ways if way in self.tapes))
+        self.before = key
 
     # ── recording ──
+
+    def record(self, action: Action, work: Callable[[], None]) -> Tape:
+        """Do the work of an action, and return its tape."""
+        key, gpu, losses = action[:2], self.gpu, self.losses
+        self.settle(key)
+        tape, self.key = Tape(), key
+        began = self.at = self.rank.now()
+        live, peak, gpu.peak = gpu.live, gpu.peak, gpu.live
+        counts = [getattr(gpu, name) for name in COUNTS]
+        parts, weights = len(losses.parts), len(losses.weights)
+        self.tape = tape
+        work()
+        self.tape = None
+        tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - began
+        tape.live, tape.peak = gpu.live - live, gpu.peak - live
+        gpu.peak = max(gpu.peak, peak)
+        tape.counts = [getattr(gpu, name) - before for name, before in zip(COUNTS, counts)]
+        if losses.parts[parts:]:
+            tape.loss = torch_private.uncounted_like(losses.parts[-1])
+        tape.weights = losses.weights[weights:]
+        made = self.results.get(sends(action))
+        tape.sent = None if made is None else torch_private.uncounted_like(made)
+        return tape
+
+    @property
+    def results(self) -> dict[Action, Tensor]:
+        """What the runner sends to other stages: nothing, if it isn't a pipeline."""
+        return getattr(self.runner, "results", {})
 
     def post(
         self, group: Any, post: Callable[..., Any], name: str, tensors: list[Tensor], *to: int
@@ -208,61 +242,34 @@ class TapeRecorder:
         self.at = self.rank.now()
         return True
 
-    def record(self, action: Action, work: Callable[[], None]) -> Tape:
-        """Do the work of an action, and return its tape.
-
-        The tape of a final action isn't played, because gradients leave in it.
-        """
-        key, gpu, losses = action[:2], self.gpu, self.losses
-        self.settle(key)
-        tape, self.key = Tape(), key
-        began = self.at = self.rank.now()
-        live, peak, gpu.peak = gpu.live, gpu.peak, gpu.live
-        counts, parts, weights = self.counts(), len(losses.parts), len(losses.weights)
-        self.tape = tape
-        work()
-        self.tape = None
-        tape.rest, tape.seconds = self.rank.now() - self.at, self.rank.now() - began
-        tape.live, tape.peak = gpu.live - live, gpu.peak - live
-        gpu.peak = max(gpu.peak, peak)
-        tape.counts = [after - before for after, before in zip(self.counts(), counts)]
-        if losses.parts[parts:]:
-            tape.loss = torch_private.uncounted_like(losses.parts[-1])
-        tape.weights = losses.weights[weights:]
-        if action in self.final and key in self.tapes:
-            self.outside |= tape.links - self.tapes[key].links
-        else:
-            self.tapes |= dict.fromkeys(self.ways(key), tape)
-        self.before = key
-        return tape
-
     # ── playing ──
 
-    @contextmanager
-    def play(self, key: Key) -> Iterator[tuple[Tape, Tensor | None]]:
-        """Play the last tape of this action, which may add a loss again; after the block, what is
-        alive is corrected.
-        """
-        tape = next(self.tapes[way] for way in self.ways(key) if way in self.tapes)
-        rank, gpu, losses = self.rank, self.gpu, self.losses
+    def play(self, action: Action, tape: Tape) -> None:
+        """Let the time of a tape pass, and keep what its action would have made."""
+        rank, gpu, losses, runner = self.rank, self.gpu, self.losses, self.runner
         alive = gpu.live + tape.live
         gpu.peak = max(gpu.peak, gpu.live + tape.peak)
-        counts: Any = map(sum, zip(self.counts(), tape.counts))
-        gpu.flops, gpu.busy, gpu.kernels = counts
+        for name, more in zip(COUNTS, tape.counts):
+            setattr(gpu, name, getattr(gpu, name) + more)
         if tape.open or tape.links & self.outside:
             for after, event in tape.events:
                 rank.compute(after)
                 event()
             rank.compute(tape.rest)
-            self.loose[key] = [work for work in self.loose[key] if not work.waited]
+            loose = self.loose[action[:2]]
+            loose[:] = [work for work in loose if not work.waited]
         else:
             rank.compute(tape.seconds)
-        self.before = key
-        loss = None if tape.loss is None else torch.empty_like(tape.loss)
-        if loss is not None:
-            losses.parts.append(loss)
+        made = None if tape.loss is None else torch.empty_like(tape.loss)
+        if made is not None:
+            losses.parts.append(made)
             losses.weights.extend(tape.weights)
-        yield tape, loss
+        if tape.sent is not None:
+            made = self.results[sends(action)] = torch.empty_like(tape.sent)
+        if isinstance(runner, Pipeline):
+            keep(runner, action, made)
+        elif action.kind == "F":
+            runner.loss = made
         gpu.live = alive
 
     def settle(self, key: Key) -> None:
@@ -276,63 +283,8 @@ def wait_once(work: Any) -> None:
         work.wait()
 
 
-# ── a trainer's runner ──
-
-
-def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
-    """Let the trainer run only some of its microbatches for real from now on."""
-    runner: Any = trainer.runner
-    first, last = (3, 2) if trainer.data.options.zero_stage >= 2 else (2, 1)
-    actions = [Action(*action) for action in runner.actions]
-    recorder = TapeRecorder(rank, gpu, *real_microbatches(actions, first, last))
-    run, perform = runner.run, runner.perform
-
-    def listen(inputs: Batch, targets: Batch, losses: Losses) -> None:
-        with recorder.listening(losses):
-            run(inputs, targets, losses)
-
-    def perform_or_play(action: Any, *batch: Any) -> None:
-        action = Action(*action)
-        sends = Action(action.stage, SENT.get(action.kind, ""), action.microbatch)
-        if recorder.is_real(action):
-            tape = recorder.record(action, partial(perform, action, *batch))
-            made = runner.results.get(sends) if isinstance(runner, Pipeline) else None
-            tape.sent = None if made is None else torch_private.uncounted_like(made)
-            return
-        with recorder.play(action[:2]) as (tape, loss):
-            if isinstance(runner, Pipeline):
-                made = loss
-                if tape.sent is not None:
-                    made = runner.results[sends] = torch.empty_like(tape.sent)
-                keep(runner, action, made)
-            elif action.kind == "F":
-                runner.loss = loss
-
-    runner.run, runner.perform = listen, perform_or_play
-
-
-# by kind of an action, what sends its result
-SENT = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
-
-
-def real_microbatches(
-    actions: Sequence[Action], first: int, last: int
-) -> tuple[set[tuple[int, int]], set[Action]]:
-    """Return (stage, microbatch) of those that are run for real, and the final actions.
-
-    With a final action, the gradients of a stage are complete.
-    """
-    real, final = set(), set()
-    for stage in {action.stage for action in actions}:
-        of_kind = {
-            kind: [a for a in actions if (a.stage, a.kind) == (stage, kind)] for kind in NAMES
-        }
-        for of in of_kind.values():
-            real |= {action[::2] for action in of[:first]}
-        complete = of_kind["W"] or of_kind["B"]
-        real |= {action[::2] for action in complete[-last:]}
-        final |= {of[-1] for of in of_kind.values() if of}
-    return real, final
+def sends(action: Action) -> Action:
+    return Action(action.stage, SENT.get(action.kind, ""), action.microbatch)
 
 
 def keep(runner: Pipeline, action: Action, made: Tensor | None) -> None:
@@ -347,3 +299,9 @@ def keep(runner: Pipeline, action: Action, made: Tensor | None) -> None:
     elif weights := runner.held.pop((stage, i)).weights:
         runner.later[stage, i] = weights
     runner.arrived = None
+
+
+def replay(trainer: HybridTrainer, rank: VirtualRank, gpu: VirtualGPU) -> None:
+    """Let the trainer run only some of its microbatches for real from now on."""
+    player, runner = Player(trainer, rank, gpu), trainer.runner
+    runner.run, runner.perform = player.step, player.carry_out

@@ -34,6 +34,7 @@ import csv
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -255,9 +256,10 @@ def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     def yes(name: str) -> bool:
         return values.get(name, "").lower() in ("yes", "true", "1", "on")
 
-    tp, pp, cp, nodes_of = (number(name) for name in ("tp", "pp", "cp", "nodes_of"))
-    gpus = number("gpus") if "gpus" in row else tp * pp * cp * (number("dp") if "dp" in row else 1)
-    dp = number("dp") if "dp" in row else gpus // (tp * pp * cp)
+    axes = {axis: number(axis) for axis in ("tp", "pp", "cp")}
+    replica, nodes_of = prod(axes.values()), number("nodes_of")
+    gpus = number("gpus") if "gpus" in row else replica * (number("dp") if "dp" in row else 1)
+    axes["dp"] = number("dp") if "dp" in row else gpus // replica
     if vtrain and gpus <= nodes_of:
         values = {**PROFILE, **row}
     recompute = values["recompute"].lower()
@@ -267,29 +269,25 @@ def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     program = values.get("software", "megatron 2022" if modern else "megatron 2021").lower()
     if program not in SOFTWARE:
         raise ValueError(f"software={program!r}: expected {' or '.join(map(repr, SOFTWARE))}")
-    share, rest = divmod(number("batch"), number("microbatch") * dp)
+    at_once = number("microbatch") * axes["dp"]
+    share, rest = divmod(number("batch"), at_once)
     if rest:
-        raise ValueError(
-            f"batch={values['batch']} isn't a multiple of microbatch · dp = "
-            f"{number('microbatch') * dp}"
-        )
+        raise ValueError(f"batch={values['batch']} isn't a multiple of microbatch · dp = {at_once}")
     layout = ParallelLayout(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
+        **axes,
+        **{name: number(name) for name in ("microbatch", "chunks", "zero_stage")},
         microbatches=share,
         recompute=recompute,
-        **{name: number(name) for name in ("microbatch", "chunks", "zero_stage")},
         sequence_parallel=yes("sequence_parallel"),
         precision=values["precision"],
         gradient_dtype=values.get("gradient_dtype"),
-        overlap=yes("overlap") if "overlap" in values else pp == 1,
+        overlap=yes("overlap") if "overlap" in values else axes["pp"] == 1,
     )
-    sizes = {"width": "hidden"} | {n: n for n in ("layers", "heads", "vocabulary", "time")}
+    sizes = {name: number(name) for name in ("layers", "heads", "vocabulary", "time")}
     fused = values.get("attention", "").lower() in ("fused", "flash")
     shape = ModelShape(
-        **{name: number(column) for name, column in sizes.items()},
+        number("hidden"),
+        **sizes,
         kv_heads=number("kv_heads") or None,
         feed_forward=number("feed_forward") or None,
         attention="fused" if fused else "unfused",
@@ -298,28 +296,21 @@ def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     )
     network = number("node_gbps") / 8 * 1e9 if "node_gbps" in values else None
     cluster = Cluster(chip_of(values["device"]), gpus, nodes_of, network=network)
-    seconds = measured_seconds(values, shape, layout)
-    name = values.get("name", f"{shape.parameters / 1e9:.1f}B")
-    used = values.get("used", "")
-    return PublishedRun(name, shape, layout, cluster, SOFTWARE[program], seconds, used)
-
-
-def measured_seconds(values: Mapping[str, str], shape: ModelShape, layout: ParallelLayout) -> float:
-    """Return the measured seconds of a step.
-
-    If a row has none, they are computed from TFLOP/s, which count what is computed again.
-    """
-    flops = hardware_flops(shape, layout.batch, layout.recompute) / layout.gpus
+    flops = hardware_flops(shape, layout.batch, recompute) / layout.gpus
+    tokens = layout.batch * shape.time / layout.gpus
+    # of a step; TFLOP/s count what is computed again
     seconds: dict[str, Callable[[float], float]] = {
         "seconds": lambda value: value,
         "milliseconds": lambda value: value / 1000,
-        "tokens": lambda value: layout.batch * shape.time / layout.gpus / value,
+        "tokens": lambda value: tokens / value,
         "tflops": lambda value: flops / (value * 1e12),
     }
-    for name, of in seconds.items():
-        if name in values:
-            return of(float(values[name]))
-    raise ValueError(
-        "the row has no time: expected a column such as step_s, iteration time (ms), tokens_s_gpu "
-        "or tflops_gpu"
-    )
+    known = [name for name in seconds if name in values]
+    if not known:
+        raise ValueError(
+            "the row has no time: expected a column such as step_s, iteration time (ms), "
+            "tokens_s_gpu or tflops_gpu"
+        )
+    measured = seconds[known[0]](float(values[known[0]]))
+    name, used = values.get("name", f"{shape.parameters / 1e9:.1f}B"), values.get("used", "")
+    return PublishedRun(name, shape, layout, cluster, SOFTWARE[program], measured, used)
