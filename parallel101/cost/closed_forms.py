@@ -24,7 +24,6 @@ Not here: the axes of a mesh (mesh_forms.py), and the time of the additions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from parallel101.collectives.auto import present_name
@@ -43,129 +42,115 @@ class Cost(NamedTuple):
         return self.steps * latency + self.path / bandwidth
 
 
-def alike(steps: int, nbytes: int) -> Cost:
-    """Return the cost of steps that each send `nbytes` bytes, all on the critical path."""
-    return Cost(steps, steps * nbytes, steps * nbytes)
+Blocks = tuple[int, ...]  # steps, blocks sent, blocks on the critical path
+Form = Callable[..., Any]  # returns Blocks; None where there is no simple form
 
 
-def one_by_one(p: int, n: int, b: int) -> Cost:
+def alike(steps: int, blocks: int = 1) -> Blocks:
+    """Return the cost of steps that each send some blocks, all on the critical path."""
+    return steps, steps * blocks, steps * blocks
+
+
+def one_by_one(p: int) -> Blocks:
     """Return the cost of a block to or from each other rank, in as many steps."""
-    return alike(p - 1, b)
+    return alike(p - 1)
 
 
-def by_doubling(p: int, n: int, b: int) -> Cost:
+def by_doubling(p: int) -> Blocks:
     """Return the cost of 1, 2, 4, … blocks in ⌈lg p⌉ steps."""
-    return Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
+    return lg_up(p), p - 1, p - 1
 
 
-def pipelined_chain(p: int, n: int, b: int, segment_bytes: int | None = None) -> Cost:
-    """Return the cost of a chain: the last rank waits for p − 2 segments, then m arrive."""
-    segment = segment_size(p, n, segment_bytes)
-    return Cost(p - 2 + -(-n // segment), n, n + (p - 2) * min(n, segment))
+def pipelined_chain(p: int, n: int, segment: int) -> Blocks:
+    """Return the cost of a chain, in bytes: its last rank waits for p − 2 segments first."""
+    return p - 2 + -(-n // segment), n, n + (p - 2) * min(n, segment)
 
 
-def twice(form: Callable[..., Any], p: int, n: int, b: int) -> Any:
-    found = form(p, n, b)
-    return found and tuple(2 * number for number in found)
+def twice(form: Form) -> Form:
+    return lambda p: (once := form(p)) and tuple(2 * number for number in once)
 
 
-Form = Callable[..., tuple[int, int, int]]  # steps, bytes sent, bytes on the critical path
-# By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a
-# gather or all-gather, the input of one rank in an all-to-all, the input of the others. Sources:
-# Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms
-# with ⌈⌉ are counted from the code.
+# By operation and algorithm, for p ≥ 2 ranks and an array of p blocks: the result of a gather or
+# all-gather, the input of one rank in an all-to-all, the input of the others; a barrier's is a
+# byte. Sources: Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to
+# 3. The forms with ⌈⌉ are counted from the code. Those of a chain get its bytes and its segment's.
 RING_FORMS = dict.fromkeys(("direct", "ring", "bidirectional_ring"), one_by_one)
 FORMS: dict[str, dict[str, Form]] = {
     "broadcast": {
-        "flat": lambda p, n, b: alike(p - 1, n),
-        "binomial": lambda p, n, b: alike(lg_up(p), n),
+        "flat": lambda p: alike(p - 1, p),
+        "binomial": lambda p: alike(lg_up(p), p),
         "pipelined_chain": pipelined_chain,
-        "scatter_all_gather": lambda p, n, b: (lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b),
+        "scatter_all_gather": lambda p: (lg_up(p) + p - 1, 2 * (p - 1), 2 * (p - 1)),
     },
     "scatter": {"flat": one_by_one, "binomial": by_doubling},
     "gather": {
-        "flat": lambda p, n, b: (p - 1, b, (p - 1) * b),
-        "binomial": lambda p, n, b: (lg_up(p), p // 2 * b, (p - 1) * b),
+        "flat": lambda p: (p - 1, 1, p - 1),
+        "binomial": lambda p: (lg_up(p), p // 2, p - 1),
     },
     "reduce": {
-        "flat": lambda p, n, b: (p - 1, n, (p - 1) * n),
-        "binomial": lambda p, n, b: (lg_up(p), n, lg_up(p) * n),
+        "flat": lambda p: (p - 1, p, (p - 1) * p),
+        "binomial": lambda p: (lg_up(p), p, lg_up(p) * p),
         "pipelined_chain": pipelined_chain,
-        "reduce_scatter_gather": lambda p, n, b: (
-            *(p - 1 + lg_up(p), (p - 1 + p // 2) * b),
-            2 * (p - 1) * b,
-        ),
+        "reduce_scatter_gather": lambda p: (p - 1 + lg_up(p), p - 1 + p // 2, 2 * (p - 1)),
     },
     # half of a bidirectional ring's bytes are on links that carry both directions
     "all_gather": {**RING_FORMS, "recursive_doubling": by_doubling, "bruck": by_doubling},
     "reduce_scatter": {**RING_FORMS, "recursive_halving": by_doubling},
     "all_reduce": {
-        "reduce_broadcast": lambda p, n, b: (2 * lg_up(p), lg_up(p) * n, 2 * lg_up(p) * n),
-        **dict.fromkeys(RING_FORMS, partial(twice, one_by_one)),
-        "recursive_doubling": lambda p, n, b: alike(lg_up(p), n),
-        "rabenseifner": partial(twice, by_doubling),
+        "reduce_broadcast": lambda p: (2 * lg_up(p), lg_up(p) * p, 2 * lg_up(p) * p),
+        **dict.fromkeys(RING_FORMS, twice(one_by_one)),
+        "recursive_doubling": lambda p: alike(lg_up(p), p),
+        "rabenseifner": twice(by_doubling),
     },
     "all_to_all": {
         **dict.fromkeys(("direct", "pairwise"), one_by_one),
-        "bruck": lambda p, n, b: (lg_up(p), ones(p) * b, ones(p) * b),
+        "bruck": lambda p: (lg_up(p), ones(p), ones(p)),
     },
-    "barrier": {"dissemination": lambda p, n, b: alike(lg_up(p), 1)},
+    "barrier": {"dissemination": lambda p: alike(lg_up(p))},
 }
-# where they differ if p isn't a power of two; s: the blocks that rank 0 sends
-FOLDED: dict[tuple[str, str], Callable[[int, int, int, int], tuple[int, int, int]]] = {
-    ("all_gather", "recursive_doubling"): lambda s, lg, n, b: (lg + 2, s * b + n, b + s * b + n),
-    ("reduce_scatter", "recursive_halving"): lambda s, lg, n, b: (lg + 2, n, n + s * b + b),
-    ("all_reduce", "recursive_doubling"): lambda s, lg, n, b: (lg + 2, (lg + 1) * n, (lg + 2) * n),
-    ("all_reduce", "rabenseifner"): lambda s, lg, n, b: (
-        *(2 * lg + 2, n - 2 * b + s * b + n),
-        n + 2 * s * b + n,
-    ),
+# where they differ if p isn't a power of two; s: the blocks that rank 0 sends, lg: ⌊lg p⌋
+FOLDED: dict[tuple[str, str], Callable[[int, int, int], Blocks]] = {
+    ("all_gather", "recursive_doubling"): lambda p, s, lg: (lg + 2, s + p, 1 + s + p),
+    ("reduce_scatter", "recursive_halving"): lambda p, s, lg: (lg + 2, p, p + s + 1),
+    ("all_reduce", "recursive_doubling"): lambda p, s, lg: (lg + 2, (lg + 1) * p, (lg + 2) * p),
+    ("all_reduce", "rabenseifner"): lambda p, s, lg: (2 * lg + 2, 2 * p - 2 + s, 2 * p + 2 * s),
 }
 
 
-# On rings: steps, …, path by operation and algorithm, where they differ from those on a switch.
-# None: there is no simple form, because the cost depends on the order in which messages of several
-# rounds reach a link. Counted from the code, like the forms with ⌈⌉ above.
-OnRing = Callable[..., tuple[int, ...] | None] | None
+# On rings: steps, …, blocks on the path by operation and algorithm, where they differ from those on
+# a switch. None: there is no simple form, because the cost depends on the order in which messages
+# of several rounds reach a link. Counted from the code, like the forms with ⌈⌉ above.
 DIRECT = [("all_gather", "direct"), ("all_to_all", "direct")]
 PAIRWISE = [*DIRECT, ("all_to_all", "pairwise")]
+TO_HALF = [("scatter", "flat"), ("gather", "flat"), ("all_gather", "bidirectional_ring")]
 MIXED = [("all_gather", "recursive_doubling"), ("all_reduce", "recursive_doubling")]
 MIXED += [("all_to_all", "bruck"), ("barrier", "dissemination")]
-RINGS: dict[str, dict[tuple[str, str], OnRing]] = {
+RINGS: dict[str, dict[tuple[str, str], Form]] = {
     "ring": {
-        # the root's two links work at once
-        ("broadcast", "flat"): lambda p, n, b: alike(p // 2, n),
-        **dict.fromkeys(
-            [("scatter", "flat"), ("gather", "flat"), ("all_gather", "bidirectional_ring")],
-            lambda p, n, b: alike(p // 2, b),
-        ),
-        **dict.fromkeys(DIRECT, lambda p, n, b: alike(all_pairs(p), b)),
-        ("all_to_all", "pairwise"): lambda p, n, b: alike(sum(load(d, p) for d in range(1, p)), b),
-        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b, load) if power_of_two(p) else None,
-        **dict.fromkeys(MIXED, None),
+        ("broadcast", "flat"): lambda p: alike(p // 2, p),  # the root's two links work at once
+        **dict.fromkeys(TO_HALF, lambda p: alike(p // 2)),
+        **dict.fromkeys(DIRECT, lambda p: alike(all_pairs(p))),
+        ("all_to_all", "pairwise"): lambda p: alike(sum(load(d, p) for d in range(1, p))),
+        ("all_gather", "bruck"): lambda p: bruck(p, load) if power_of_two(p) else None,
+        **dict.fromkeys(MIXED, lambda p: None),
     },
     "one_way_ring": {  # to a rank d places to the left it is p − d to the right
-        ("gather", "binomial"): lambda p, n, b: (p - 1, ones(p) * b),
-        ("reduce", "binomial"): lambda p, n, b: alike(p - 1, n),
-        ("reduce", "pipelined_chain"): lambda p, n, b, segment_bytes=None: (
-            (p - 1) * -(-n // segment_size(p, n, segment_bytes)),
-            (p - 1) * n,
+        ("gather", "binomial"): lambda p: (p - 1, ones(p)),
+        ("reduce", "binomial"): lambda p: alike(p - 1, p),
+        ("reduce", "pipelined_chain"): lambda p, n, size: ((p - 1) * -(-n // size), (p - 1) * n),
+        ("reduce", "reduce_scatter_gather"): lambda p: (2 * (p - 1), p - 1 + ones(p)),
+        **dict.fromkeys(PAIRWISE, lambda p: alike(p * (p - 1) // 2)),
+        ("all_gather", "bidirectional_ring"): lambda p: alike(p // 2 + (p - 1) // 2 * (p - 1)),
+        ("all_gather", "recursive_doubling"): lambda p: (
+            (p * lg_up(p) // 2, p * (p - 1) // 2) if power_of_two(p) else None
         ),
-        ("reduce", "reduce_scatter_gather"): lambda p, n, b: (2 * (p - 1), (p - 1 + ones(p)) * b),
-        **dict.fromkeys(PAIRWISE, lambda p, n, b: alike(p * (p - 1) // 2, b)),
-        ("all_gather", "bidirectional_ring"): lambda p, n, b: alike(
-            p // 2 + (p - 1) // 2 * (p - 1), b
+        ("all_gather", "bruck"): lambda p: bruck(p, lambda d, p: p - d),
+        ("all_reduce", "reduce_broadcast"): lambda p: alike(p - 1 + lg_up(p), p),
+        ("all_reduce", "recursive_doubling"): lambda p: (
+            alike(p * lg_up(p) // 2, p) if power_of_two(p) else None
         ),
-        ("all_gather", "recursive_doubling"): lambda p, n, b: (
-            (p * lg_up(p) // 2, p * (p - 1) // 2 * b) if power_of_two(p) else None
-        ),
-        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b, lambda d, p: p - d),
-        ("all_reduce", "reduce_broadcast"): lambda p, n, b: alike(p - 1 + lg_up(p), n),
-        ("all_reduce", "recursive_doubling"): lambda p, n, b: (
-            alike(p * lg_up(p) // 2, n) if power_of_two(p) else None
-        ),
-        ("all_to_all", "bruck"): lambda p, n, b: ((1 << lg_up(p)) - 1, p * (p - 1) // 2 * b),
-        ("barrier", "dissemination"): lambda p, n, b: alike((1 << lg_up(p)) - 1, 1),
+        ("all_to_all", "bruck"): lambda p: ((1 << lg_up(p)) - 1, p * (p - 1) // 2),
+        ("barrier", "dissemination"): lambda p: alike((1 << lg_up(p)) - 1),
     },
 }
 # a reduce-scatter is an all-gather backwards, and an all-reduce both
@@ -176,7 +161,7 @@ for _forms in RINGS.values():
         ("recursive_doubling", "recursive_halving", "rabenseifner"),
     ):
         _form = _forms["reduce_scatter", _scatter] = _forms["all_gather", _gather]
-        _forms["all_reduce", _both] = _form and partial(twice, _form)
+        _forms["all_reduce", _both] = twice(_form)
 
 
 def closed_form(
@@ -225,22 +210,23 @@ def closed_form(
     check_segment_bytes(segment_bytes, algorithm, element=1)
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
-    options = {"segment_bytes": segment_bytes} if algorithm == "pipelined_chain" else {}
-    cost = Cost(*FORMS[operation][algorithm](p, nbytes, nbytes // p, **options))
-    if (operation, algorithm) in FOLDED and not power_of_two(p):
-        fold = FOLDED[operation, algorithm]
-        cost = Cost(*fold(sent_by_rank_0(p), lg_down(p), nbytes, nbytes // p))
-    if links == "switch" or (operation, algorithm) not in RINGS[links]:
-        return cost
-    form = RINGS[links][operation, algorithm]
-    on_ring = form and form(p, nbytes, nbytes // p, **options)
-    if on_ring is None:
+    arguments, nbytes_of_block = [p], nbytes // p if operation != "barrier" else 1
+    if algorithm == "pipelined_chain":
+        arguments, nbytes_of_block = [p, nbytes, segment_size(p, nbytes, segment_bytes)], 1
+    key = operation, algorithm
+    on_links = on_switch = FORMS[operation][algorithm](*arguments)
+    if key in FOLDED and not power_of_two(p):
+        on_links = on_switch = FOLDED[key](p, sent_by_rank_0(p), lg_down(p))
+    if links != "switch" and key in RINGS[links]:
+        on_links = RINGS[links][key](*arguments)
+    if on_links is None:
         raise ValueError(
             f"{operation} by {algorithm} has no simple closed form on links={links!r} for "
             f"p={p}: run it on backend='sim' and read "
             "run.trace.makespan. Each rank sends as many bytes as on a switch"
         )
-    return cost._replace(steps=on_ring[0], path=on_ring[-1])
+    steps, sent, path = on_links[0], on_switch[1], on_links[-1]
+    return Cost(steps, sent * nbytes_of_block, path * nbytes_of_block)
 
 
 def ring_cost(operation: str, p: int, nbytes: float) -> Cost:
@@ -301,12 +287,12 @@ def all_pairs(p: int) -> int:
     return -(-(p * p - 1) // 8)
 
 
-def bruck(p: int, n: int, hops: Callable[[int, int], int]) -> tuple[int, int]:
-    """Return the cost if every rank sends 1, 2, 4, … blocks of n bytes as many places to the left.
+def bruck(p: int, hops: Callable[[int, int], int]) -> Blocks:
+    """Return the cost if every rank sends 1, 2, 4, … blocks as many places to the left.
 
     The last message has only the blocks that are missing.
 
     Args: hops: of the messages over the busiest link, if all ranks send d places to the left.
     """
     widths = [1 << k for k in range(lg_up(p))]
-    return sum(hops(w, p) for w in widths), sum(hops(w, p) * min(w, p - w) for w in widths) * n
+    return sum(hops(w, p) for w in widths), sum(hops(w, p) * min(w, p - w) for w in widths)

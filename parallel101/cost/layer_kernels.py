@@ -149,40 +149,28 @@ def eager_memory(of: RankWork) -> tuple[list[Row], list[Row]]:
     copies = [2 * e * whole] * 4 + [2 * e * N] * 3
     # in fp32: cast, complex product, cast; and the angles
     turned = [each * x for x in (Q, K) for each in (e + 4, 8, e + 4)] + [SMALL] * 7
-    columns = (5 if gated else 4) + (3 if shape.biases else 0)
-    return (
-        [
-            (True, [2 * e * N] * 2 + [3 * e * N] * 2, [3 * e * N] * 4),  # norms and additions
-            (
-                True,
-                [],
-                [3 * e * whole] * 2,
-            ),  # the gradients of query, key and value's input are added
-            (gated, [2 * e * F, 3 * e * F], [3 * e * F] * 3 + [3 * e * whole]),
-            (not gated, [2 * e * F], [3 * e * F]),
-            (shape.biases, [], [e * N] * 2 + [e * F, e * Q, e * K]),
-            (
-                shape.biases and tp > 1,
-                [2 * e * N] * 2,
-                [],
-            ),  # after the sum; else the product adds it
-            # rows to their experts and back; weight gradients of all experts are joined
-            (shape.experts > 0, moved, moved + [2 * e * expert_parameters(shape, layout.ep)]),
-            # the router's, for the order of the rows, and each expert's GELU and biases
-            (shape.experts > 0, [SMALL] * (18 + experts), [SMALL] * (20 + 3 * experts)),
-            (cut, [2 * e * N] * 2, [2 * e * N] * 2),  # a rank's own block is copied to its place
-            (cut and layout.microbatch > 1, copies, copies),  # time is dim 1: around each message
-            (shape.dropout, [(2 * e + 1) * N] * 2, [(2 * e + 1) * N] * 2),
-            (
-                shape.positions == "rotary",
-                turned,
-                turned[:6] + [8 * Q, 8 * K, 2 * e * Q, 2 * e * K],
-            ),
-            # two kernels that stand for the gradient of a column layer until it's computed
-            (tp > 1, [], [SMALL] * 2 * columns),
-        ],
-        eager_core(of),
-    )
+    # kernels that stand for the gradient of a column layer until it's computed
+    waiting = [SMALL] * 2 * ((5 if gated else 4) + (3 if shape.biases else 0)) * (tp > 1)
+    added = [2 * e * N] * 2 if shape.biases and tp > 1 else []  # after the sum; else by the product
+    joined = [2 * e * expert_parameters(shape, layout.ep)]  # weight gradients of all experts
+    angles = [8 * Q, 8 * K, 2 * e * Q, 2 * e * K]
+    table: list[Row] = [
+        (True, [2 * e * N] * 2 + [3 * e * N] * 2, [3 * e * N] * 4),  # norms and additions
+        # the gradients of query, key and value's input are added
+        (True, added, [3 * e * whole] * 2 + waiting),
+        (gated, [2 * e * F, 3 * e * F], [3 * e * F] * 3 + [3 * e * whole]),
+        (not gated, [2 * e * F], [3 * e * F]),
+        (shape.biases, [], [e * N] * 2 + [e * F, e * Q, e * K]),
+        # rows to their experts and back
+        (shape.experts > 0, moved, moved + joined),
+        # the router's, for the order of the rows, and each expert's GELU and biases
+        (shape.experts > 0, [SMALL] * (18 + experts), [SMALL] * (20 + 3 * experts)),
+        (cut, [2 * e * N] * 2, [2 * e * N] * 2),  # a rank's own block is copied to its place
+        (cut and layout.microbatch > 1, copies, copies),  # time is dim 1: around each message
+        (shape.dropout, [(2 * e + 1) * N] * 2, [(2 * e + 1) * N] * 2),
+        (shape.positions == "rotary", turned, turned[:6] + angles),
+    ]
+    return table, eager_core(of)
 
 
 def eager_core(of: RankWork) -> list[Row]:

@@ -87,200 +87,165 @@ def step_memory(
             see `stage_layers`.
         cpu: on a CPU torch's RMSNorm is not one kernel, and keeps more.
         fused_ring: see Software; HybridTrainer's own ring attention isn't fused.
+
+    Raises ValueError if the sizes don't divide.
     """
-    layers = stage_layers(shape.layers, layout.pp * layout.chunks)
+    layers, P = stage_layers(shape.layers, layout.pp * layout.chunks), layout.pp
+    kept = layer_kept(shape, layout, cpu=cpu)
     return tuple(
-        _RankMemory(shape, layout, layers[rank :: layout.pp], rank, cpu, fused_ring).memory()
-        for rank in range(layout.pp)
+        _stage_memory(
+            RankWork(shape, layout, (sum(layers[rank::P]), rank == 0, rank == P - 1)),
+            *(layers[rank::P], rank, kept, cpu, fused_ring),
+        )
+        for rank in range(P)
     )
 
 
-class _RankMemory:
-    """The memory of a rank at one position along pp. All sizes are bytes, unless they say."""
+def _stage_memory(
+    of: RankWork,
+    layers: tuple[int, ...],
+    position: int,
+    kept: dict[str, float],
+    cpu: bool,
+    fused_ring: bool,
+) -> StageMemory:
+    """Return the bytes of a rank at a position along pp, when they are most.
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        layers: tuple[int, ...],
-        position: int,
-        cpu: bool,
-        fused_ring: bool,
-    ):
-        self.shape, self.layout, self.layers, self.position = shape, layout, layers, position
-        self.fused_ring = fused_ring
-        part = sum(layers), position == 0, position == layout.pp - 1
-        of = self.of = RankWork(shape, layout, part)
-        e, g = of.e, layout.gradient_itemsize
-        mixed, zero, h = layout.precision.endswith("mixed"), layout.zero_stage, shape.width
+    Args: layers: of each of its stages. kept: of a layer's forward, without recomputation.
+    """
+    shape, layout, e, g = of.shape, of.layout, of.e, of.layout.gradient_itemsize
+    h, zero, many = shape.width, layout.zero_stage, layout.microbatches
+    mixed = layout.precision.endswith("mixed")
 
-        # parameters, and those that this rank's optimizer updates; fewer ranks share experts
-        self.of_layer, _ = parameters_and_arrays(shape, layout.tp, layout.ep, 1, False, False)
-        self.table = table_parameters(shape, layout.tp)
-        self.of_embedding = sum(part.size for part in embedding_arrays(shape, layout.tp))
-        count = owned = of.parameters
-        if zero:
-            experts = of.layers * expert_parameters(shape, layout.ep)
-            owned = (count - experts) / of.ranks + experts / (layout.dp * layout.cp)
+    # parameters, and those that this rank's optimizer updates; fewer ranks share experts
+    of_layer, _ = parameters_and_arrays(shape, layout.tp, layout.ep, 1, False, False)
+    of_embedding = sum(part.size for part in embedding_arrays(shape, layout.tp))
+    table, count, owned = table_parameters(shape, layout.tp), of.parameters, of.parameters
+    if zero:
+        experts = of.layers * expert_parameters(shape, layout.ep)
+        owned = (count - experts) / of.ranks + experts / (layout.dp * layout.cp)
 
-        # activations: of a message between stages, and of a layer that waits for its backward
-        self.message = e * h * of.outside
-        self.kept = layer_kept(shape, layout, cpu=cpu)
-        self.layer_waits = self.all_kept = sum(self.kept.values())
-        if layout.recompute == "full":
-            self.layer_waits = self.message  # of the same shape as its input
-        elif layout.recompute == "selective":
-            self.layer_waits -= sum(self.kept.get(name, 0.0) for name in CORE)
-        norm = 8 * h + 4 if cpu and shape.norm == "rms" else e * h + 8
-        self.of_head = norm * of.outside + e * h * of.tokens
-        # of logits in 32 bits, and of them and their gradient at the loss
-        self.logits = 4 * of.tokens * shape.vocabulary / of.beside
-        self.at_loss = (3 if of.beside == 1 else 2 + (e / 4 if e < 4 else 0)) * self.logits
+    # model states; gradients are those that are complete
+    averages = AVERAGES[layout.optimizer]
+    weights = e * (owned if zero == 3 else count)
+    optimizer = owned * (averages * MOMENT + MASTER if mixed else averages * e)
+    gradients = g * (owned if zero >= 2 else count)
+    # those in 32 bits that the optimizer is given, beside those in 16
+    in_32_bits = 4 * owned if mixed and g < 4 else 0.0
+    # the flat arrays for gradients, which are kept from step to step; and a bucket's parameters
+    overlap = layout.overlap and layout.cp == layout.ep == 1
+    room = gradients if zero or (of.ranks > 1 and overlap) else 0.0
+    bucket = min(BUCKET / e, count / (4 if zero else 2)) if of.ranks > 1 else 0.0
+    if zero == 3:
+        bucket = max(of_layer, (of.first or of.last) * of_embedding)
 
-        # model states; gradients are those that are complete
-        averages = AVERAGES[layout.optimizer]
-        self.weights = e * (owned if zero == 3 else count)
-        self.optimizer = owned * (averages * MOMENT + MASTER if mixed else averages * e)
-        self.gradients = g * (owned if zero >= 2 else count)
-        # those in 32 bits that the optimizer is given, beside those in 16
-        self.in_32_bits = 4 * owned if mixed and g < 4 else 0.0
-        # the flat arrays for gradients, which are kept from step to step; and a bucket's parameters
-        overlap = layout.overlap and layout.cp == layout.ep == 1
-        self.room = self.gradients if zero or (of.ranks > 1 and overlap) else 0.0
-        self.bucket = min(BUCKET / e, count / (4 if zero else 2)) if of.ranks > 1 else 0.0
-        if zero == 3:
-            self.bucket = max(self.of_layer, (of.first or of.last) * self.of_embedding)
+    # activations: of a layer that waits for its backward, and at the loss logits with gradients
+    message = e * h * of.outside  # between stages, of the shape of a layer's input
+    all_kept = sum(kept.values())
+    layer_waits = message if layout.recompute == "full" else all_kept
+    if layout.recompute == "selective":
+        layer_waits -= sum(kept.get(name, 0.0) for name in CORE)
+    norm = 8 * h + 4 if cpu and shape.norm == "rms" else e * h + 8
+    of_head = norm * of.outside + e * h * of.tokens
+    logits = 4 * of.tokens * shape.vocabulary / of.beside  # in 32 bits
+    at_loss = (3 if of.beside == 1 else 2 + (e / 4 if e < 4 else 0)) * logits
 
-    def memory(self) -> StageMemory:
-        """Return the bytes at the moment when they are most."""
-        of, layout, many = self.of, self.layout, self.layout.microbatches
-        g, zero = layout.gradient_itemsize, layout.zero_stage
-        # forwards before the first backward: they wait for theirs
-        after = layout.pp - self.position
-        warm_up = {"gpipe": many, "zb-h2": 2 * after - 1}.get(layout.schedule, after)
-        if layout.chunks > 1:
-            warm_up = (layout.chunks - 1) * layout.pp + 2 * after - 1
-        warm_up = min(warm_up, layout.chunks * many)
-        waiting, earlier = self.in_flight(warm_up), 0.0
-        # earlier microbatches' gradients, while the last are computed
-        if many > 1 and zero < 2:
-            earlier = g * of.parameters  # not yet in the flat arrays
-        elif many > 1:
-            last_sent = self.of_embedding if of.first else self.of_layer
-            earlier = 2 * g * (last_sent if zero == 3 else self.bucket)
-        at_once = waiting + earlier
-        if warm_up == many:  # the first backward has all of them, the second one fewer
-            fewer = waiting * (1 - 1 / many) + earlier
-            at_once, earlier = max((waiting, 0.0), (fewer, earlier))
-        update = (0.0 if self.room else self.gradients) + self.in_32_bits
-        if self.shape.tied and layout.pp > 1 and (of.first or of.last):  # summed over two stages
-            update += (10 if layout.precision.endswith("mixed") else 2.5 * g) * self.table
-        # as the last backward ends: two buckets on their way, and with ZeRO-3 two layers' weights
-        buckets = 2 * ((2 if zero >= 2 else 1) - 1 / of.ranks) if of.ranks > 1 else 0
-        buckets += {2: 2, 3: 1}.get(zero, 0)
-        gradients = (0.0 if self.room else g * of.parameters) + buckets * g * self.bucket
-        gradients += 2 * of.e * self.of_layer * (zero == 3)
-        backward = at_once + self.backward()
-        moments = {"backward": backward, "gradients": gradients, "optimizer": update}
-        if of.last:
-            moments["loss"] = at_once + self.loss()
-        moment = max(moments, key=lambda name: moments[name])
-        batch = 8.0 * layout.microbatch * many * self.shape.time
-        total = self.weights + self.optimizer + self.room + batch + moments[moment]
+    # forwards before the first backward: they wait for theirs
+    after = layout.pp - position
+    warm_up = {"gpipe": many, "zb-h2": 2 * after - 1}.get(layout.schedule, after)
+    if layout.chunks > 1:
+        warm_up = (layout.chunks - 1) * layout.pp + 2 * after - 1
+    warm_up = min(warm_up, layout.chunks * many)
+    of_stages = [each * layer_waits + message for each in layers]  # and what it has sent
+    if of.first:
+        if of.beside > 1:  # the rows of the table, and which are here
+            of_stages[0] += 10 * of.tokens
+        if layout.sequence_parallel:  # a part of it is kept, and holds all
+            of_stages[0] += e * h * (of.tokens - of.outside)
+        of_stages[0] += h * of.tokens * shape.dropout
+    if of.last:
+        of_stages[-1] += of_head - message
+    # pp microbatches pass the first stage of this rank, then the same ones its next one
+    passed = [k // layout.pp % layout.chunks for k in range(warm_up)]
+    waiting = sum(of_stages[stage] for stage in passed)
+    if of.last and (losses := passed.count(layout.chunks - 1)):
+        waiting += (losses - 1) * logits
+    if layout.schedule.startswith("zb"):
+        # between the halves of a backward: inputs of linear layers, and their outputs' gradient
+        delay = position * (2 if layout.schedule == "zb-h2" else 1)
+        each = sum(inputs + sum(outputs) for inputs, outputs in linears(shape, layout.tp))
+        later = of.layers * each + of.last * (h + shape.vocabulary / of.beside)
+        waiting += min(delay, many) * e * of.tokens * later
 
-        kept = self.logits if of.last else 0.0
-        alive = self.weights + self.optimizer + self.gradients
-        copied = self.in_32_bits if moment == "optimizer" else 0.0
-        if moment in ("loss", "backward"):
-            alive += waiting + kept
-            copied = max(0.0, self.room + earlier - self.gradients)
-        rest = max(0.0, total - alive)
-        logits = min(rest, max(0.0, self.at_loss - kept)) if moment == "loss" else 0.0
-        copied = min(rest - logits, copied)
-        states = self.weights, self.gradients, self.optimizer
-        others = logits, copied, rest - logits - copied
-        return StageMemory(*states, waiting + kept, *others, total, moment)
+    # earlier microbatches' gradients, while the last are computed
+    earlier = 0.0
+    if many > 1 and zero < 2:
+        earlier = g * count  # not yet in the flat arrays
+    elif many > 1:
+        earlier = 2 * g * (bucket if zero == 2 else of_embedding if of.first else of_layer)
+    at_once = waiting + earlier
+    if warm_up == many:  # the first backward has all of them, the second one fewer
+        fewer = waiting * (1 - 1 / many) + earlier
+        at_once, earlier = max((waiting, 0.0), (fewer, earlier))
 
-    def in_flight(self, warm_up: int) -> float:
-        """Return the bytes of the microbatches that wait for backward when they are most."""
-        of, layout, h = self.of, self.layout, self.shape.width
-        of_stages = [layers * self.layer_waits for layers in self.layers]
-        if of.first:
-            if of.beside > 1:  # the rows of the table, and which are here
-                of_stages[0] += 10 * of.tokens
-            if layout.sequence_parallel:  # a part of it is kept, and holds all
-                of_stages[0] += of.e * h * (of.tokens - of.outside)
-            if self.shape.dropout:
-                of_stages[0] += h * of.tokens
-        for i in range(len(of_stages) - of.last):
-            of_stages[i] += self.message  # what it has sent
-        if of.last:
-            of_stages[-1] += self.of_head
-        # pp microbatches pass the first stage of this rank, then the same ones its next one
-        waiting = [k // layout.pp % layout.chunks for k in range(warm_up)]
-        found = sum(of_stages[stage] for stage in waiting)
-        if of.last and (losses := waiting.count(layout.chunks - 1)):
-            found += (losses - 1) * self.logits
-        if layout.schedule.startswith("zb"):
-            # between the halves of a backward: inputs of linear layers, and their outputs' gradient
-            delay = self.position * (2 if layout.schedule == "zb-h2" else 1)
-            each = sum(inputs + sum(outputs) for inputs, outputs in linears(self.shape, layout.tp))
-            later = of.layers * each + of.last * (h + self.shape.vocabulary / of.beside)
-            found += min(delay, layout.microbatches) * of.e * of.tokens * later
-        return found
+    # backward: inside a layer, with what is computed again; and what is on its way between stages
+    backward = layer_backward(of, kept, fused_ring) - of.last * of_head + all_kept - layer_waits
+    if zero == 3:  # this layer's weights and the next one's; and gradients of the one before
+        backward += 2 * e * of_layer + max(0.0, 2 * g * of_layer - all_kept)
+    if layout.pp > 1:
+        backward += ((1 if of.first or of.last else 2) + (layout.chunks > 1)) * message
+    # as the last backward ends: two buckets on their way, and with ZeRO-3 two layers' weights
+    buckets = 2 * ((2 if zero >= 2 else 1) - 1 / of.ranks) if of.ranks > 1 else 0
+    buckets += {2: 2, 3: 1}.get(zero, 0)
+    ending = (0.0 if room else g * count) + buckets * g * bucket + 2 * e * of_layer * (zero == 3)
+    update = (0.0 if room else gradients) + in_32_bits
+    if shape.tied and layout.pp > 1 and (of.first or of.last):  # summed over two stages
+        update += (10 if mixed else 2.5 * g) * table
+    moments = {"backward": at_once + backward, "gradients": ending, "optimizer": update}
+    if of.last:  # or its backward: gradients of the logits and of the layer's input and weight
+        after_loss = e * (logits / 4 + h * of.tokens) + g * table * (many == 1)
+        after_loss += e * table * (many > 1 or e != g)
+        moments["loss"] = at_once + max(at_loss, after_loss) + message * (layout.pp > 1)
+        moments["loss"] += e * table * (zero == 3)
+    moment = max(moments, key=lambda name: moments[name])
+    total = weights + optimizer + room + 8.0 * layout.microbatch * many * shape.time
+    total += moments[moment]
 
-    def loss(self) -> float:
-        """Return the bytes needed at the loss or in the output layer's backward after it."""
-        e, layout, table = self.of.e, self.layout, self.table
-        # the gradients of the logits and of the layer's input and weight
-        after = e * (self.logits / 4 + self.shape.width * self.of.tokens)
-        if layout.microbatches > 1 or e != layout.gradient_itemsize:
-            after += e * table
-        if layout.microbatches == 1:
-            after += layout.gradient_itemsize * table
-        gathered = e * table if layout.zero_stage == 3 else 0.0
-        return max(self.at_loss, after) + gathered + (self.message if layout.pp > 1 else 0.0)
+    waiting_logits = logits if of.last else 0.0
+    alive = weights + optimizer + gradients
+    copied = in_32_bits if moment == "optimizer" else 0.0
+    if moment in ("loss", "backward"):
+        alive += waiting + waiting_logits
+        copied = max(0.0, room + earlier - gradients)
+    rest = max(0.0, total - alive)
+    of_loss = min(rest, max(0.0, at_loss - waiting_logits)) if moment == "loss" else 0.0
+    copied = min(rest - of_loss, copied)
+    activations, buffers = waiting + waiting_logits, rest - of_loss - copied
+    return StageMemory(
+        weights, gradients, optimizer, activations, of_loss, copied, buffers, total, moment
+    )
 
-    def backward(self) -> float:
-        """Return the bytes that the backward of one layer needs."""
-        of, layout = self.of, self.layout
-        found = self.layer_backward() - (self.of_head if of.last else 0.0)
-        found += self.all_kept - self.layer_waits  # what is computed again
-        if layout.zero_stage == 3:
-            # this layer's weights and the next one's; and gradients of the one before
-            found += 2 * of.e * self.of_layer
-            found += max(0.0, 2 * layout.gradient_itemsize * self.of_layer - self.all_kept)
-        if layout.pp > 1:  # on their way between stages
-            messages = 1 if of.first or of.last else 2
-            found += (messages + (layout.chunks > 1)) * self.message
-        return found
 
-    def layer_backward(self) -> float:
-        """Return the bytes of the gradients inside a layer.
+def layer_backward(of: RankWork, kept: dict[str, float], fused_ring: bool) -> float:
+    """Return the bytes of the gradients inside a layer.
 
-        They are the MLP's, or those of attention's core minus what the MLP has freed.
-        """
-        shape, layout, e, n, h = (
-            self.shape,
-            self.layout,
-            self.of.e,
-            self.of.tokens,
-            self.shape.width,
-        )
-        f, g = shape.inside / self.of.beside, layout.gradient_itemsize
-        mlp = e * (h + f) * n + (e + (g if g != e else 0)) * f * h
-        if shape.gated:
-            mlp = max(mlp, e * h * n + 2 * e * f * n)
-        if self.of.ring:  # in 32 bits
-            # fused: ∂Q; and ∂K and ∂V of a block, of the next one, and on their way
-            of_width, of_kv, count = 1, 6, 0
-            if not self.fused_ring:
-                of_width, of_kv = (7, 8) if layout.context == "zigzag" else (11, 10)
-                count = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy
-            core = 4 * (of_width * h + of_kv * shape.kv_width) * n / layout.tp
-            core += count * 4 * self.of.S / layout.cp
-        elif shape.attention == "unfused":
-            core = 2 * e * self.of.S * layout.cp
-        else:
-            return max(mlp, 0.0)
-        return max(mlp, core - (self.kept["inside the MLP"] + self.kept["input of the MLP"]))
+    They are the MLP's, or those of attention's core minus what the MLP has freed.
+    """
+    shape, layout, e, n, h = of.shape, of.layout, of.e, of.tokens, of.shape.width
+    f, g = shape.inside / of.beside, layout.gradient_itemsize
+    mlp = e * (h + f) * n + (e + (g if g != e else 0)) * f * h
+    if shape.gated:
+        mlp = max(mlp, e * h * n + 2 * e * f * n)
+    if of.ring:  # in 32 bits
+        # fused: ∂Q; and ∂K and ∂V of a block, of the next one, and on their way
+        of_width, of_kv, count = 1, 6, 0
+        if not fused_ring:
+            of_width, of_kv = (7, 8) if layout.context == "zigzag" else (11, 10)
+            count = 2 if shape.kv == shape.heads else 3  # the products of groups need a copy
+        core = 4 * (of_width * h + of_kv * shape.kv_width) * n / layout.tp
+        core += count * 4 * of.S / layout.cp
+    elif shape.attention == "unfused":
+        core = 2 * e * of.S * layout.cp
+    else:
+        return max(mlp, 0.0)
+    return max(mlp, core - (kept["inside the MLP"] + kept["input of the MLP"]))

@@ -62,26 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)} (default: all)"
-    )
-    parser.add_argument(
-        "--backend",
-        choices=["gloo", "nccl"],
-        default="gloo",
-        help="backend of the real ranks (default: gloo)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer sizes and repetitions, to see that it works; don't quote these results",
-    )
-    parser.add_argument(
-        "--write",
-        type=file_to_write(),
-        metavar="FILE",
-        help="also write the results to FILE, as Markdown (as in BENCHMARKS.md)",
-    )
+    words = f"{', '.join(SECTIONS)} (default: all)"
+    parser.add_argument("sections", nargs="*", metavar="section", help=words)
+    words = "backend of the real ranks (default: gloo)"
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help=words)
+    words = "fewer sizes and repetitions, to see that it works; don't quote these results"
+    parser.add_argument("--quick", action="store_true", help=words)
+    words = "also write the results to FILE, as Markdown (as in BENCHMARKS.md)"
+    parser.add_argument("--write", type=file_to_write(), metavar="FILE", help=words)
     options = parser.parse_args(argv)
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
@@ -94,6 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for measure in [found] if callable(found) else [one.measure for one in found]:
             measure(report, backend=options.backend, quick=options.quick)
     if options.write:
-        options.write.write_text(report.markdown())
+        options.write.write_text("\n".join(report.lines).rstrip() + "\n")
         print(f"\nWrote {options.write}")
     return 0

@@ -9,6 +9,7 @@ import datetime
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,21 +29,24 @@ class BenchmarkReport:
 
     def machine(self) -> None:
         """Add the title, and a table of the date, the machine and the versions."""
+        info, load = Path("/proc/cpuinfo"), "unknown"
+        names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+        if hasattr(os, "getloadavg"):
+            load = f"{os.getloadavg()[0]:.2f}, a minute's mean"
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        system = f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}"
         self._print("# Benchmarks\n")
         self._print(f"Written by `parallel101 bench {' '.join(sys.argv[2:])}`".rstrip() + ".\n")
-        load = f"{os.getloadavg()[0]:.2f}, a minute's mean" if hasattr(os, "getloadavg") else ""
-        system = f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}"
-        rows = [
-            ("date", datetime.date.today().isoformat()),
-            ("processor", f"{_processor()}, {os.cpu_count()} cores"),
-            ("load before", load or "unknown"),
-            ("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
-            ("GPUs", ", ".join(gpus) or "none"),
-            ("system", system.rstrip(", ")),
-            ("versions", f"Python {platform.python_version()}, torch {torch.__version__}"),
-        ]
-        self.table(["", ""], rows)
+        rows = {
+            "date": datetime.date.today().isoformat(),
+            "processor": f"{[*names, platform.machine()][0]}, {os.cpu_count()} cores",
+            "load before": load,
+            "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+            "GPUs": ", ".join(gpus) or "none",
+            "system": system.rstrip(", "),
+            "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        }
+        self.table(["", ""], rows.items())
 
     def heading(self, text: str) -> None:
         self._print(f"\n## {text}\n")
@@ -61,9 +65,6 @@ class BenchmarkReport:
             self._print(f"| {' | '.join(str(cell) for cell in row)} |")
         self._print("")
 
-    def markdown(self) -> str:
-        return "\n".join(self.lines).rstrip() + "\n"
-
     def _print(self, line: str) -> None:
         self.lines.append(line)
         print(line, file=self.screen, flush=True)
@@ -79,12 +80,3 @@ def median_and_interval(values: Sequence[float]) -> tuple[str, str]:
     below = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     low, high = values[below], values[n - 1 - below]
     return f"**{statistics.median(values):.3f}**", f"{low:.3f} … {high:.3f}"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,23 +81,17 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
 
 
 def _rows(n: int, launch: partial, sizes: list[int]) -> Iterator[tuple[str, ...]]:
-    for operation, factor in BUS.items():
-        for nbytes in sizes:
-            turns = launch(operation, nbytes).results[0]
-            ours, theirs, inside = (
-                statistics.median(of[side] for of in turns) for side in (OURS, TORCHS, INSIDE)
-            )
-            yield (
-                f"{operation}, {human_bytes(nbytes)}",
-                f"{ours * 1e6:.0f}",
-                f"{nbytes / ours / 1e9:.3f}",
-                f"{nbytes / ours / 1e9 * factor(n):.3f}",
-                f"{theirs * 1e6:.0f}",
-                f"{nbytes / theirs / 1e9 * factor(n):.3f}",
-                *ratio(turns, TORCHS, OURS),
-                f"{inside * 1e6:.0f}",
-                *ratio(turns, INSIDE, OURS),
-            )
+    for (operation, factor), nbytes in product(BUS.items(), sizes):
+        turns = launch(operation, nbytes).results[0]
+        median = {side: statistics.median(of[side] for of in turns) for side in turns[0]}
+        speed = {side: nbytes / seconds / 1e9 for side, seconds in median.items()}
+        bus = {side: f"{each * factor(n):.3f}" for side, each in speed.items()}
+        µs = {side: f"{seconds * 1e6:.0f}" for side, seconds in median.items()}
+        yield (
+            *(f"{operation}, {human_bytes(nbytes)}", µs[OURS], f"{speed[OURS]:.3f}", bus[OURS]),
+            *(µs[TORCHS], bus[TORCHS], *ratio(turns, TORCHS, OURS)),
+            *(µs[INSIDE], *ratio(turns, INSIDE, OURS)),
+        )
 
 
 # ---- on each rank ----

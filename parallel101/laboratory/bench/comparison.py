@@ -58,12 +58,12 @@ class Benchmark(NamedTuple):
             report.heading(self.title.format(f"{n} {options['backend']} rank{'s' * (n > 1)}"))
             launch: Callable[..., Any] = partial(p101.launch, **options)
             rounds = launch(time_rounds, self.sides, 2 if quick else ROUNDS).results[0]
-            extra = {}
+            columns = {}
             if self.extra is not None:
                 head, count = self.extra
-                most = {side: max(launch(count, side).results) for side in rounds[0]}
-                extra[head] = {side: f"{number / 1e6:.1f}" for side, number in most.items()}
-            report.table(*ratio_table(rounds, self.peers, extra))
+                most = {side: max(launch(count, side).results) / 1e6 for side in rounds[0]}
+                columns[head] = {side: f"{number:.1f}" for side, number in most.items()}
+            report.table(*ratio_table(rounds, self.peers, columns))
         if self.note:
             report.sentence(self.note)
 
@@ -132,6 +132,5 @@ def peak_memory() -> int:
 
     (The system counts it in KiB on Linux and in bytes on macOS.)
     """
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

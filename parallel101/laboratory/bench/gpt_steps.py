@@ -60,20 +60,18 @@ def verification(trainer_of: Callable[..., Any]) -> Work:
     return partial(trainer.verify, *trainer.share(text(CONFIG, TEXTS)))
 
 
-def verify_table(layouts: dict[str, Callable[..., Any]], ranks: int, **options: Any) -> Benchmark:
-    sides = {name: partial(verification, trainer_of) for name, trainer_of in layouts.items()}
-    return Benchmark(
+VERIFY = [
+    Benchmark(
         f"`verify`, once, on {{}}: a GPT of 4 layers and width 128, {TEXTS} texts",
-        {STEP: step_of_first, **sides},
+        {STEP: step_of_first, **{name: partial(verification, of) for name, of in layouts.items()}},
         {"/ a step": STEP},
         ranks=(ranks,),
         options=options,
     )
-
-
-VERIFY = [
-    verify_table(LAYOUTS, 2),
-    verify_table({"dp 2 × tp 2 × pp 2": hybrid}, 8, backend="sim"),
+    for layouts, ranks, options in (
+        (LAYOUTS, 2, {}),
+        ({"dp 2 × tp 2 × pp 2": hybrid}, 8, {"backend": "sim"}),
+    )
 ]
 
 # ---- recompute ----

@@ -14,6 +14,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,6 @@ from parallel101.laboratory.publish.find import find_lessons, select_lessons
 from parallel101.laboratory.publish.run_page import run_page
 from parallel101.laboratory.publish.write_site import publish
 from parallel101.laboratory.ranks.launch import Run
-from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.chromium import Browser, find_chromium
 from parallel101.spans import recorder
 
@@ -46,6 +46,12 @@ LAUNCH = f"p101.launch({RING}, torch.ones(8), world_size=4)"
 EXPLORE = "from parallel101 import explore_collective\n\nexplorer = explore_collective()\nexplorer"
 CHANGE = "explorer.controls['numbers'].value = {}"
 READING = 5.0  # seconds that a learner reads between two cells
+FIRST = "notebook: the first `watch`, at once after the imports"
+WITH_IMPORTS = "`import torch`, `import parallel101` and the first `watch`"
+ALONE = "`import parallel101` and the first `watch`, in one cell"
+READ = f"the first `watch`, {READING:g} s after the imports"
+NEXT, CHANGED = "the next `watch`", "a change in the explorer: 4 ranks, gloo"
+SPAWNED, LAUNCHED = "`spawn` of 4 ranks", "`launch` of 4 ranks, without a picture"
 
 USABLE = """new Promise(done => {  // milliseconds since the page was asked for
   const figures = [...document.querySelectorAll("figure.p101")], scripts = document.scripts.length;
@@ -73,13 +79,8 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
         "Measured: the median. The peer is measured in turn, and the ratio is the median over the "
         "pairs. The ranks of spawn and launch run one all_reduce, without a record or a picture. "
         "In a notebook, the time runs from the start of a cell until its output has arrived from "
-        "the kernel."
+        "the kernel. What needs a browser is left out where there is no Chromium or Google Chrome."
     )
-    if find_chromium() is None:
-        report.sentence(
-            "What needs a browser was left out: no Chromium was found. Install chromium or Google "
-            "Chrome."
-        )
 
 
 def _rows(quick: bool) -> Iterator[TableRow]:
@@ -126,39 +127,24 @@ def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
 
 
 def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> TableRow:
-    """Write the page of a long run, and measure how long it takes until one can choose steps."""
-    page, trace = folder / "run.html", long_record(steps)
-    page.write_text(run_page(trace, "train.py"), encoding="utf-8")
-    name = f"the page of {steps:,} steps, {len(trace.events):,} events"
-    return row(f"{name}, is usable", "s", *usable(browser, page, rounds))
+    """Write the page of a long run, and measure how long it takes until one can choose steps.
 
-
-def long_record(steps: int) -> Trace:
-    """Return the record of a run of two ranks: 100 steps, again and again.
-
-    It is as large as the one that `parallel101 run` makes of DDP with four buckets.
+    The run is as large as the one that `parallel101 run` records of DDP with four buckets.
     """
 
     def program() -> None:
         recorder().record_waits = True  # type: ignore[union-attr]
-        for _ in range(100):
+        for _ in range(steps):
             with p101.span("step"):
                 for _ in range(4):
                     p101.compute(1.0 + dist.get_rank())
                     dist.all_reduce(torch.ones(8))
 
-    trace = p101.launch(program, world_size=2, backend="sim").trace
-    assert trace is not None
-    length = trace.makespan
-    rows = [
-        e._replace(
-            **{name: getattr(e, name) + k * length for name in ("start", "end", "posted")},
-            seq=e.seq + k * len(trace.events),
-        )
-        for k in range(steps // 100)
-        for e in trace.events
-    ]
-    return Trace.from_rows(rows, trace.world_size, trace.backend)
+    trace: Any = p101.launch(program, world_size=2, backend="sim", timeout=600).trace
+    page = folder / "run.html"
+    page.write_text(run_page(trace, "train.py"), encoding="utf-8")
+    name = f"the page of {steps:,} steps, {len(trace.events):,} events"
+    return row(f"{name}, is usable", "s", *usable(browser, page, rounds))
 
 
 def page_rows(
@@ -182,18 +168,16 @@ def usable(
 ) -> tuple[list[float], float, str, list[float]]:
     """Return the seconds until a page is usable, their limit, and those without its scripts."""
     bare = page.with_name(f"{page.stem} bare.html")
-    html = page.read_text(encoding="utf-8")
-    html = re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)
+    html = re.sub(r"<script\b.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     bare.write_text(html, encoding="utf-8")
-    ours: list[float] = []
-    theirs: list[float] = []
+    took: dict[Path, list[float]] = {page: [], bare: []}
     for _ in range(rounds):
-        for address, seconds in ((page.as_uri(), ours), (bare.as_uri(), theirs)):
-            browser.call("Page.navigate", url=address)
-            browser.until(f"location.href === '{address}'")
+        for file, seconds in took.items():
+            browser.call("Page.navigate", url=file.as_uri())
+            browser.until(f"location.href === '{file.as_uri()}'")
             seconds.append(browser.js(USABLE) / 1e3)
     bare.unlink()
-    return ours, 1.0, BARE, theirs
+    return took[page], 1.0, BARE, took[bare]
 
 
 # ---- in a notebook ----
@@ -223,10 +207,10 @@ def fresh_kernel() -> Iterator[Callable[..., float]]:
             if shows and shows in message["content"].get("data", {}).get("text/html", ""):
                 seen.append(time.perf_counter() - began)
 
-        reply = client.execute_interactive(cell, timeout=120, output_hook=look)
+        reply = client.execute_interactive(cell, timeout=120, output_hook=look)["content"]
         ended = time.perf_counter() - began
-        if reply["content"]["status"] != "ok" or (shows and not seen):
-            lines = reply["content"].get("traceback", [f"it did not show {shows}"])
+        if reply["status"] != "ok" or (shows and not seen):
+            lines = reply.get("traceback", [f"it did not show {shows}"])
             raise RuntimeError("\n".join(["a cell of the benchmark failed:", cell, *lines]))
         return seen[-1] if shows else ended
 
@@ -239,31 +223,27 @@ def fresh_kernel() -> Iterator[Callable[..., float]]:
 
 def notebook_rows(kernels: int) -> Iterator[TableRow]:
     """Run the cells of a learner in fresh kernels: in one go, and with time to read in between."""
-    imports, first, read, alone, after, next_, launched, changed = ([] for _ in range(8))
+    took: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(kernels):
         with fresh_kernel() as seconds_of:
-            imports.append(seconds_of(IMPORTS))
-            first.append(seconds_of(WATCH, "<figure"))
+            imports = seconds_of(IMPORTS)
+            took[FIRST].append(seconds_of(WATCH, "<figure"))
+            took[WITH_IMPORTS].append(imports + took[FIRST][-1])
             for _ in range(5):
-                next_.append(seconds_of(WATCH, "<figure"))
-                launched.append(seconds_of(LAUNCH))
+                took[NEXT].append(seconds_of(WATCH, "<figure"))
+                took[LAUNCHED].append(seconds_of(LAUNCH))
             seconds_of(EXPLORE, "<figure")
-            changed += [seconds_of(CHANGE.format(numbers)) for numbers in (12, 16, 20, 24, 28)]
+            took[CHANGED] += [
+                seconds_of(CHANGE.format(numbers)) for numbers in (12, 16, 20, 24, 28)
+            ]
         with fresh_kernel() as seconds_of:
             seconds_of(IMPORTS)
             time.sleep(READING)
-            read.append(seconds_of(WATCH, "<figure"))
+            took[READ].append(seconds_of(WATCH, "<figure"))
         with fresh_kernel() as seconds_of:  # it and the fork server import torch at the same time
-            alone.append(seconds_of(f"import parallel101 as p101\n\n{WATCH}", "<figure"))
-        after.append(time_spawn("gloo"))
-    whole = [a + b for a, b in zip(imports, first)]
-    for what, seconds in {
-        "notebook: the first `watch`, at once after the imports": first,
-        "`import torch`, `import parallel101` and the first `watch`": whole,
-        "`import parallel101` and the first `watch`, in one cell": alone,
-        f"the first `watch`, {READING:g} s after the imports": read,
-    }.items():
-        yield row(what, "s", seconds, 2.5, "`spawn` of 4 ranks", after)
-    launch = "`launch` of 4 ranks, without a picture"
-    yield row("the next `watch`", "s", next_, 0.2, launch, launched)
-    yield row("a change in the explorer: 4 ranks, gloo", "s", changed, 0.3, launch, launched)
+            took[ALONE].append(seconds_of(f"import parallel101 as p101\n\n{WATCH}", "<figure"))
+        took[SPAWNED].append(time_spawn("gloo"))
+    for what in (FIRST, WITH_IMPORTS, ALONE, READ):
+        yield row(what, "s", took[what], 2.5, SPAWNED, took[SPAWNED])
+    for what, limit in ((NEXT, 0.2), (CHANGED, 0.3)):
+        yield row(what, "s", took[what], limit, LAUNCHED, took[LAUNCHED])

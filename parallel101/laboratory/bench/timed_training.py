@@ -33,7 +33,7 @@ MICROBATCHES = 8
 
 # returns the loss, which torch's pipelines know on the last stage only
 TrainingStep = Callable[[Tensor, Tensor], Any]
-StepOf = Callable[[nn.Module], TrainingStep]
+StepOf = Callable[[nn.Sequential], TrainingStep]
 
 
 def whole_model(width: int = WIDTH) -> nn.Sequential:
@@ -101,16 +101,14 @@ def fsdp(model: nn.Module) -> TrainingStep:
 def dtensor(model: nn.Module) -> TrainingStep:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
-        ParallelStyle,
         RowwiseParallel,
         parallelize_module,
     )
 
     mesh = dist.init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     linears = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
-    plan: dict[str, ParallelStyle] = {
-        name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linears)
-    }
+    ways = ColwiseParallel, RowwiseParallel
+    plan: Any = {name: ways[i % 2]() for i, name in enumerate(linears)}
     return alone(parallelize_module(model, mesh, plan))
 
 
@@ -118,25 +116,18 @@ def dtensor(model: nn.Module) -> TrainingStep:
 # the targets ----
 
 
-def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
-    """Return the layers of one of `stages` equal stages."""
-    layers = list(model.children())
-    each = len(layers) // stages
-    return nn.Sequential(*layers[stage * each : (stage + 1) * each])
-
-
 def torchs_pipeline(schedule: str, chunks: int = 1) -> StepOf:
     """Return the step of a schedule of torch.distributed.pipelining, given by name."""
 
-    def step_of(model: nn.Module) -> TrainingStep:
+    def step_of(model: nn.Sequential) -> TrainingStep:
         # two seconds, which the other tables' ranks need not spend
         from torch.distributed import pipelining
 
-        rank, n = dist.get_rank(), dist.get_world_size()
-        total, device = n * chunks, torch.get_default_device()
+        rank, n, device = dist.get_rank(), dist.get_world_size(), torch.get_default_device()
+        total, each = n * chunks, len(model) // (n * chunks)
         stages = [
-            pipelining.PipelineStage(stage_module(model, stage, total), stage, total, device)
-            for stage in range(rank, total, n)
+            pipelining.PipelineStage(model[k * each : (k + 1) * each], k, total, device)
+            for k in range(rank, total, n)
         ]
         optimizer = adamw([p for stage in stages for p in stage.submod.parameters()])
         run = getattr(pipelining, f"Schedule{schedule}")(
@@ -157,7 +148,6 @@ def torchs_pipeline(schedule: str, chunks: int = 1) -> StepOf:
     return step_of
 
 
-MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
 # by kind: in a table of data, each rank trains on its share of the batch
 SIDES: dict[str, dict[str, StepOf]] = {
     "data": {
@@ -187,38 +177,38 @@ SIDES: dict[str, dict[str, StepOf]] = {
 }
 
 
-def prepared(step_of: StepOf, cut: bool) -> Work:
-    return partial(step_of(whole_model()), *batch_of_rank(cut))
+def prepared(kind: str, name: str) -> Work:
+    return partial(SIDES[kind][name](whole_model()), *batch_of_rank(kind == "data"))
 
 
-def training_table(title: str, kind: str, *peers: str) -> Benchmark:
+def peak_bytes(kind: str, name: str) -> int:
+    """Return the bytes by which a side's steps raise the peak memory of this process.
+
+    On GPUs it is the peak of what torch has allocated.
+    """
+    on_gpu = dist.get_backend() == "nccl"
+    peak = torch.cuda.max_memory_allocated if on_gpu else peak_memory
+    before, work = peak(), prepared(kind, name)
+    for _ in range(4):
+        work()
+    return peak() - before
+
+
+def training_table(title: str, kind: str, *peers: str) -> list[Benchmark]:
     """Return the comparison of SIDES[kind] with those that are named in `peers`."""
-    works = {name: partial(prepared, of, kind == "data") for name, of in SIDES[kind].items()}
-
-    def peak_bytes(name: str) -> int:
-        """Return the bytes by which a side's steps raise the peak memory of this process.
-
-        On GPUs it is the peak of what torch has allocated.
-        """
-        before = peak()
-        work = works[name]()
-        for _ in range(4):
-            work()
-        return peak() - before
-
-    return Benchmark(
-        f"A {title} step on {{}}: {MODEL}{f', {MICROBATCHES} microbatches' * (kind == 'pipeline')}",
-        works,
-        {f"/ {peer.removeprefix('torch ')}": peer for peer in peers},
-        extra=("peak MB", peak_bytes),
-        note="Peak: the most memory of a rank's process, minus what it had before the model.",
-    )
+    model = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
+    model += f", {MICROBATCHES} microbatches" * (kind == "pipeline")
+    return [
+        Benchmark(
+            f"A {title} step on {{}}: {model}",
+            {name: partial(prepared, kind, name) for name in SIDES[kind]},
+            {f"/ {peer.removeprefix('torch ')}": peer for peer in peers},
+            extra=("peak MB", partial(peak_bytes, kind)),
+            note="Peak: the most memory of a rank's process, minus what it had before the model.",
+        )
+    ]
 
 
-def peak() -> int:
-    return torch.cuda.max_memory_allocated() if dist.get_backend() == "nccl" else peak_memory()
-
-
-TRAINING = [training_table("training", "data", "torch DDP", "torch FSDP2")]
-TENSORS = [training_table("tensor-parallel", "tensor", "torch DTensor")]
-PIPELINES = [training_table("pipeline", "pipeline", "torch GPipe", "torch 1F1B")]
+TRAINING = training_table("training", "data", "torch DDP", "torch FSDP2")
+TENSORS = training_table("tensor-parallel", "tensor", "torch DTensor")
+PIPELINES = training_table("pipeline", "pipeline", "torch GPipe", "torch 1F1B")
