@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import xml.etree.ElementTree as ET
+from typing import Any
 
 from parallel101.laboratory.record.events import NO_GROUP, Event, EventGroup
 from parallel101.laboratory.viz.scene import Scene
@@ -15,44 +16,42 @@ SVG = "{http://www.w3.org/2000/svg}"
 WORLD = EventGroup("world", (0, 1), None)
 
 
-def event(
-    kind: str,
-    rank: int,
-    start: float,
-    end: float,
-    *,
-    peer: int | None = None,
-    nbytes: int = 8,
-    seq: int = 0,
-    group: EventGroup = WORLD,
-) -> Event:
-    """A message, or a collective."""
+def event(kind: str, rank: int, start: float, end: float, nbytes: int = 8, **more: Any) -> Event:
+    """A message, or a collective. `more`: its other fields."""
     when = start, end, "train.py:9", start
-    return Event(rank, kind, peer, 0, nbytes, *when, group, seq, (nbytes // 4,), "float32")
+    made = Event(rank, kind, None, 0, nbytes, *when, WORLD, 0, (nbytes // 4,), "float32")
+    return made._replace(**more)
 
 
 def span(
-    rank: int,
-    name: str,
-    start: float,
-    end: float,
-    seq: int = 0,
-    *,
-    waiting: bool = False,
-    **labels: object,
+    rank: int, name: str, start: float, end: float, seq: int = 0, waiting: bool = False, **labels
 ) -> Event:
-    made = event("span", rank, start, end, nbytes=0, seq=seq, group=NO_GROUP)
-    return made._replace(where="train.py:7", name=name, args=labels, waiting=waiting)
+    about = {"where": "train.py:7", "name": name, "args": labels, "waiting": waiting}
+    return event("span", rank, start, end, 0, seq=seq, group=NO_GROUP, **about)
 
 
-def titled(scene: Scene, word: str) -> list[ET.Element]:
-    """The rectangles whose tooltip contains this word."""
-    root = ET.fromstring(scene.svg())
-    return [
-        rect
-        for rect in root.iter(f"{SVG}rect")
-        if (title := rect.find(f"{SVG}title")) is not None and word in title.text
-    ]
+def elements(
+    scene: Scene, tag: str, class_: str = ".*", t: float | None = None
+) -> list[ET.Element]:
+    """The elements at second t, or the last, with this tag and a class of this form."""
+    found = ET.fromstring(scene.svg(t)).iter(f"{SVG}{tag}")
+    return [e for e in found if re.fullmatch(class_, e.get("class", ""))]
+
+
+def titled(scene: Scene, word: str, tag: str = "rect") -> list[ET.Element]:
+    """The rectangles, or other elements, whose tooltip contains this word."""
+    return [e for e in elements(scene, tag) if word in e.findtext(f"{SVG}title", "")]
+
+
+def title_of(element: ET.Element) -> str:
+    return element.findtext(f"{SVG}title", "")
+
+
+def assert_inside(scene: Scene, t: float | None = None) -> None:
+    """No rectangle leaves the card."""
+    for rect in elements(scene, "rect", t=t):
+        x, y, across, down = (float(rect.get(k, 0)) for k in ("x", "y", "width", "height"))
+        assert x + across <= scene.width and y + down <= scene.height, rect.attrib
 
 
 Box = tuple[str, float, float, float, float]
@@ -68,10 +67,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
     found = []
 
     def walk(node: ET.Element, dx: float, dy: float, scale: float) -> None:
-        left_out = (
-            node.get("data-narrow") == "none" if narrow else "data-only-narrow" in node.attrib
-        )
-        if left_out:
+        if node.get("data-narrow") == "none" if narrow else "data-only-narrow" in node.attrib:
             return
         if narrow and node.get("data-narrow"):
             node.set("transform", node.get("data-narrow"))
@@ -82,9 +78,8 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
         scale *= float(scaled[1]) if scaled else 1.0
         if node.tag == f"{SVG}text" and "rotate" not in node.get("transform", ""):
             text, classes = "".join(node.itertext()), node.get("class", "").split()
-            size = float(
-                node.get("font-size", 19 if "h" in classes else 10 if "flagged" in classes else 14)
-            )
+            usual = 19 if "h" in classes else 10 if "flagged" in classes else 14
+            size = float(node.get("font-size", usual))
             width = max(0.52 * len(text), 0.65) * size * scale
             shift = width / 2 if "c" in classes else width if "e" in classes else 0
             left = dx + scale * float(node.get("x", 0)) - shift
@@ -106,19 +101,16 @@ def assert_apart(scene: Scene, t: float, narrow: bool = False, sends: bool = Fal
     boxes = text_boxes(scene, t, narrow, sends)
     assert len(boxes) > 2
     width, height = scene.narrow if narrow else (scene.width, scene.height)
-    for rect in [] if narrow else ET.fromstring(scene.svg(t)).iter(f"{SVG}rect"):
-        x, y, across, down = (float(rect.get(k, 0)) for k in ("x", "y", "width", "height"))
-        assert x + across <= width and y + down <= height, rect.attrib
+    if not narrow:
+        assert_inside(scene, t)
     for text, left, top, right, bottom in boxes:
         assert left > 0 and top > 0 and right < width and bottom < height, text
     for (a, *one), (b, *other) in itertools.combinations(boxes, 2):
-        (left, top), (right, low) = (
-            map(max, zip(one[:2], other[:2])),
-            map(min, zip(one[2:], other[2:])),
-        )
-        assert right - left < 1 or low - top < 1, (round(t, 2), a, b)
+        across = min(one[2], other[2]) - max(one[0], other[0])
+        down = min(one[3], other[3]) - max(one[1], other[1])
+        assert across < 1 or down < 1, (round(t, 2), a, b)
 
 
 def texts(scene: Scene) -> list[str]:
     """The words of all texts, also of those with parts of another size."""
-    return ["".join(text.itertext()) for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+    return ["".join(text.itertext()) for text in elements(scene, "text")]

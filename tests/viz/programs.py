@@ -83,10 +83,8 @@ def exchange(
     them, return what arrived.
     """
     arrived = [(source, torch.empty_like(like)) for source, like in receives]
-    works = [dist.irecv(buffer, source) for source, buffer in arrived] + [
-        dist.isend(x.contiguous(), to) for to, x in sends
-    ]
-    for work in works:
+    works = [dist.irecv(buffer, source) for source, buffer in arrived]
+    for work in works + [dist.isend(x.contiguous(), to) for to, x in sends]:
         work.wait()
     return [buffer for _, buffer in arrived]
 
@@ -136,12 +134,12 @@ def halves_all_gather(x: Tensor) -> Tensor:
     """
     rank, n = me()
     up, down = list(x.tensor_split(2)) if x.numel() > 1 else (x, x[:0])
+    after, before = (rank + 1) % n, (rank - 1) % n
     right, left = {rank: up}, {rank: down}
     for step in range(n - 1):
-        right[(rank - step - 1) % n], left[(rank + step + 1) % n] = exchange(
-            [((rank + 1) % n, right[(rank - step) % n]), ((rank - 1) % n, left[(rank + step) % n])],
-            [((rank - 1) % n, up), ((rank + 1) % n, down)],
-        )
+        sends = (after, right[(rank - step) % n]), (before, left[(rank + step) % n])
+        receives = (before, up), (after, down)
+        right[(rank - step - 1) % n], left[(rank + step + 1) % n] = exchange(sends, receives)
     return torch.cat([half for r in range(n) for half in (right[r], left[r])])
 
 
@@ -150,14 +148,10 @@ def segmented_chain_broadcast(x: Tensor) -> Tensor:
     one before it leaves.
     """
     rank, n = me()
-    held: list[Tensor] = []
-    for segment in x.tensor_split(n):
-        if rank == 0:
-            exchange([(1, segment)], [])
-        else:
-            held += exchange(
-                [(rank + 1, held[-1])] if held and rank + 1 < n else [], [(rank - 1, segment)]
-            )
+    held, segments = list[Tensor](), x.tensor_split(n)
+    for segment in segments:
+        sends = [(rank + 1, of) for of in ([segment] if rank == 0 else held[-1:]) if rank + 1 < n]
+        held += exchange(sends, [(rank - 1, segment)] if rank else [])
     if 0 < rank < n - 1:
         exchange([(rank + 1, held[-1])], [])
     return x if rank == 0 else torch.cat(held)

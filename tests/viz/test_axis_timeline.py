@@ -20,6 +20,7 @@ from tests.record.test_last_events import window
 from tests.viz.drawn import titled
 
 BYTES = {"tp": 64, "dp": 4096}  # of a message
+doubling = functools.partial(p101.all_reduce, algorithm="recursive_doubling")
 NETWORK = p101.Network(latency=0.25, bandwidth=float("inf"))
 
 
@@ -34,18 +35,14 @@ def two_steps(own):
             with p101.span("forward", microbatch=0):
                 for _ in range(2):
                     p101.compute(1.0)
-                    p101.all_reduce(
-                        torch.ones(BYTES["tp"] // 4),
-                        group=mesh["tp"],
-                        algorithm="recursive_doubling",
-                    )
+                    doubling(torch.ones(BYTES["tp"] // 4), group=mesh["tp"])
             if dist.get_rank() == 0:
                 dist.send(torch.ones(2), 1, pipe)
             elif dist.get_rank() == 1:
                 dist.recv(torch.empty(2), 0, pipe)
             gradient = torch.ones(BYTES["dp"] // 4)
             if own:
-                p101.all_reduce(gradient, group=mesh["dp"], algorithm="recursive_doubling")
+                doubling(gradient, group=mesh["dp"])
             else:
                 dist.all_reduce(gradient, group=mesh["dp"].get_group())
             p101.barrier()
@@ -64,32 +61,24 @@ def counted(trace, within=None) -> dict:
 
 @pytest.mark.parametrize("own", [True, False], ids=["our collectives", "torch's"])
 def test_bytes_and_messages_are_counted_in_their_axis(own):
-    found = counted(record(own), "step")
+    trace, found = record(own), counted(record(own), "step")
     assert list(found) == ["dp", "pp", "tp", None], "the usual order, and last what has no axis"
     assert found["tp"] == [(2 * BYTES["tp"], 2)] * 4
     assert found["dp"] == [(BYTES["dp"], 1)] * 4
     assert found["pp"] == [(8, 1), (0, 0), (0, 0), (0, 0)]
-
-
-def test_the_axes_together_are_the_record():
-    trace = record()
-    for times, within in ((1, None), (2, "step")):  # the last of two equal steps
+    # the axes together are the record, and the last of two equal steps is half of it
+    for times, within in ((1, None), (2, "step")) if own else ():
         sums = [[*map(sum, zip(*of_rank))] for of_rank in zip(*counted(trace, within).values())]
         assert [times * nbytes for nbytes, _ in sums] == trace.bytes_sent
         assert [times * count for _, count in sums] == trace.messages_sent
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["our collectives", "torch's"])
-@pytest.mark.parametrize("limit", [4, 12])
-def test_the_numbers_of_a_record_of_the_last_events_are_of_the_whole_run(own, limit):
-    whole = record(own)
-    part = window(whole, limit)
-    assert 0 < len(part.events) < len(whole.events)
-    assert counted(part) == counted(whole)
-    assert "sent in the whole run" in axes_scene(part).svg()
-    assert "whole run" not in axes_scene(whole).svg()
-    # of one step, they are what the record has of it
-    assert "whole run" not in axes_scene(part, "step").svg()
+    # the numbers of a record of the last events are of the whole run
+    for limit in (4, 12):
+        part = window(trace, limit)
+        assert 0 < len(part.events) < len(trace.events)
+        assert counted(part) == counted(trace)
+        assert "sent in the whole run" in axes_scene(part).svg()
+        # of one step, they are what the record has of it
+        assert "whole run" not in axes_scene(trace).svg() + axes_scene(part, "step").svg()
 
 
 def test_messages_are_drawn_at_their_time_in_the_panel_of_their_axis():

@@ -19,7 +19,7 @@ from parallel101.trainers.layout import Axes, Entry, Shard
 from parallel101.trainers.options import Options
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
 from parallel101.trainers.tensor.tensor_axis import TensorAxis
-from tests.viz.drawn import SVG, texts, titled
+from tests.viz.drawn import texts, title_of, titled
 
 
 def cut(model: nn.Module, size: int, loss=F.mse_loss, plan="auto"):
@@ -39,8 +39,8 @@ def test_blocks_are_as_large_as_their_part_and_fill_the_matrix(size):
     for name, side, other in (("layers.0", "width", "height"), ("layers.1", "height", "width")):
         blocks = titled(scene, f" of {name}.weight")
         sizes = entries[f"{name}.weight"].placements["tp"].sizes
-        titles = (block.find(f"{SVG}title").text for block in blocks)
-        found = [int(re.match(r"position \d+: (\d+) of 250", title)[1]) for title in titles]
+        told = (re.match(r"position \d+: (\d+) of 250", title_of(block)) for block in blocks)
+        found = [int(size[1]) for size in told]
         assert found == list(sizes)
         whole = sum(float(block.get(side)) for block in blocks)
         for block, part in zip(blocks, sizes, strict=True):
@@ -77,7 +77,7 @@ def test_fused_matrices_are_cut_in_each_part():
     entries = {"0.weight": Entry(torch.Size([24, 8]), torch.float32, {"tp": Shard(0, (12, 12), 3)})}
     blocks = titled(matrices_scene(entries), "position ")
     titles = [f"position {i}: 4 of 24 columns of 0.weight" for i in range(2)]
-    assert [block.find(f"{SVG}title").text for block in blocks] == 3 * titles
+    assert [*map(title_of, blocks)] == 3 * titles
 
 
 def test_sequence_parallel_has_other_collectives():

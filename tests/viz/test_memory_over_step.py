@@ -10,7 +10,7 @@ import pytest
 from parallel101.laboratory.analysis.held_over_time import MOST_POINTS, held_over_time
 from parallel101.laboratory.viz.memory_over_step import activations_scene
 from parallel101.trainers.memory import Activations, Change, Kept, Phase
-from tests.viz.drawn import SVG
+from tests.viz.drawn import elements, texts, title_of, titled
 
 
 def counted(*program):
@@ -58,31 +58,24 @@ def test_of_many_points_the_highest_are_drawn():
 @pytest.mark.parametrize("theme", ["light", "dark", None])
 def test_the_picture_has_a_layer_for_each_microbatch_and_names_the_peaks(theme):
     scene = activations_scene([ONE_F_ONE_B, counted(("F", 0, 8), ("B", 0))])
-    root = ET.fromstring(scene.svg(theme=theme))
-    titles = [path.findtext(f"{SVG}title") for path in root.iter(f"{SVG}path")]
-    assert [title for title in titles if title] == [  # the lowest covers the others
-        *("microbatch 2: at most 20 B", "microbatch 1: at most 50 B", "microbatch 0: at most 30 B"),
+    ET.fromstring(scene.svg(theme=theme))
+    assert [*filter(None, map(title_of, elements(scene, "path")))] == [
+        # the lowest covers the others
+        *(f"microbatch {i}: at most {nbytes} B" for i, nbytes in ((2, 20), (1, 50), (0, 30))),
         "microbatch 0: at most 8 B",
     ]
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"peak 80 B: microbatches 0, 1", "peak 8 B: microbatch 0", "rank 1"} <= set(texts)
-    assert [text for text in texts if re.fullmatch(r"[FB]\d", text)][:6] == [
-        *("F0", "F1", "B0", "F2", "B1", "B2")
-    ]
+    said = texts(scene)
+    assert {"peak 80 B: microbatches 0, 1", "peak 8 B: microbatch 0", "rank 1"} <= {*said}
+    letters = [text for text in said if re.fullmatch(r"[FB]\d", text)]
+    assert letters[:6] == ["F0", "F1", "B0", "F2", "B1", "B2"]
 
 
 def test_equal_bytes_are_equally_high_on_all_ranks():
     half = counted(("F", 0, 40), ("B", 0))
-    root = ET.fromstring(activations_scene({"a": ONE_F_ONE_B, "b": half}).svg())
-    tops = [
-        [float(y) for y in re.findall(r"V([\d.]+)", path.get("d"))]
-        for path in root.iter(f"{SVG}path")
-        if path.find(f"{SVG}title") is not None
-    ]
-    first, second = tops[2], tops[-1]
-    assert (max(first) - min(first)) / 30 == pytest.approx(
-        (max(second) - min(second)) / 40, rel=0.02
-    )
+    areas = titled(activations_scene({"a": ONE_F_ONE_B, "b": half}), "microbatch", "path")
+    tops = [[float(y) for y in re.findall(r"V([\d.]+)", area.get("d"))] for area in areas]
+    first, second = (max(tops[k]) - min(tops[k]) for k in (2, -1))
+    assert first / 30 == pytest.approx(second / 40, rel=0.02)
 
 
 def test_one_rank_or_none():

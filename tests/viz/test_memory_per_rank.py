@@ -10,7 +10,7 @@ import pytest
 from parallel101.laboratory.record.units import decimal_bytes
 from parallel101.laboratory.viz.memory_per_rank import LEFT, RIGHT, memory_scene
 from parallel101.trainers.memory import readable
-from tests.viz.drawn import titled
+from tests.viz.drawn import elements, texts, titled
 
 
 def counted(**kinds):
@@ -20,19 +20,16 @@ def counted(**kinds):
 
 def bars(scene, kind):
     """(left, width) of each solid bar of a kind, from the top."""
-    return [
-        (float(r.get("x")), float(r.get("width")))
-        for r in sorted(titled(scene, f"{kind}: "), key=lambda r: float(r.get("y")))
-    ]
+    found = sorted(titled(scene, f"{kind}: "), key=lambda r: float(r.get("y")))
+    return [(float(r.get("x")), float(r.get("width"))) for r in found]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_shards_are_side_by_side_and_fill_the_whole_bar(n):
-    whole, part = (
-        counted(weights=[1200] * n, optimizer_state=[2400] * n),
-        counted(weights=[1200] * n, optimizer_state=[2400 // n] * n),
+    held = {"all": 2400, "shared": 2400 // n}
+    scene = memory_scene(
+        {k: counted(weights=[1200] * n, optimizer_state=[of] * n) for k, of in held.items()}
     )
-    scene = memory_scene({"all": whole, "shared": part})
     states = bars(scene, "optimizer state")
     full, shared = states[:n], states[n:]
     assert {width for _, width in full} == {full[0][1]}
@@ -50,12 +47,10 @@ def test_uneven_shards_stay_inside_the_bar_and_a_rank_may_hold_nothing():
     assert len(rest) == 4
     assert all(left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest)
     assert full[0] + full[1] <= RIGHT
-
-
-def test_parts_that_several_ranks_hold_are_not_drawn_side_by_side():
+    # parts that several ranks hold are not side by side
     scene = memory_scene({"all": counted(weights=[800] * 4), "2 × 2": counted(weights=[400] * 4)})
     (left, whole), *_ = bars(scene, "weights")
-    assert {(at, width) for at, width in bars(scene, "weights")[4:]} == {(left, whole / 2)}
+    assert {*bars(scene, "weights")[4:]} == {(left, whole / 2)}
 
 
 def test_bars_are_where_the_rank_s_part_of_the_model_is():
@@ -81,13 +76,11 @@ def test_without_a_rank_that_holds_everything_shards_are_side_by_side():
 
 
 def test_temporary_memory_is_not_drawn_as_a_shard():
-    passing = SimpleNamespace(
-        ranks=[0, 1], bytes={"gathered (peak)": [100, 50], "weights": [200, 200]}
-    )
-    scene = memory_scene(passing)
-    svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered (peak)")
+    held = {"gathered (peak)": [100, 50], "weights": [200, 200]}
+    scene = memory_scene(SimpleNamespace(ranks=[0, 1], bytes=held))
+    weights, gathered = bars(scene, "weights"), bars(scene, "gathered (peak)")
     assert gathered[0][0] == gathered[1][0] > weights[0][0]
-    assert svg.count('class="others"') == 2 and ">300 B<" in svg and ">250 B<" in svg
+    assert len(elements(scene, "rect", "others")) == 2 and {"300 B", "250 B"} <= {*texts(scene)}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark", None])

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import xml.etree.ElementTree as ET
 
 import pytest
 
 from parallel101.cost import CHIPS, Level
 from parallel101.laboratory.viz.node_links import node_scene
-from tests.viz.drawn import SVG, texts
+from tests.viz.drawn import elements, texts
 
 H100 = CHIPS["H100"]
 
 
 def widths(scene, kind):
     """The widths of the lines of a kind, in the diagram and in the legend."""
-    return {
-        float(path.get("stroke-width"))
-        for path in ET.fromstring(scene.svg()).iter(f"{SVG}path")
-        if path.get("class") == f"link {kind}"
-    }
+    return {float(path.get("stroke-width")) for path in elements(scene, "path", f"link {kind}")}
 
 
 @pytest.mark.parametrize("gpus", [1, 4, 8])

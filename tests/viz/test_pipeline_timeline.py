@@ -5,7 +5,6 @@ numbers are those of the schedule.
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
 from collections import Counter
 
 import pytest
@@ -16,7 +15,7 @@ from parallel101.laboratory.analysis.pipeline_times import planned_times, record
 from parallel101.laboratory.record.events import EventGroup
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.pipeline_timeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
-from tests.viz.drawn import SVG, event, span, texts, titled
+from tests.viz.drawn import elements, event, span, texts, title_of, titled
 
 SHAPES = [
     ("gpipe", 2, 4, 1),
@@ -33,9 +32,8 @@ COSTS = {"forward": 2.0, "input_grad": 3.0, "weight_grad": 1.0, "communication":
 
 
 def timed(name, stages, microbatches, chunks):
-    return p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks).time(
-        **COSTS
-    )
+    size = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    return p101.schedule(name, **size).time(**COSTS)
 
 
 def place(rect):
@@ -43,16 +41,12 @@ def place(rect):
     return float(rect.get("x")), float(rect.get("x")) + float(rect.get("width"))
 
 
-def words(box) -> str:
-    return box.find(f"{SVG}title").text
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_the_picture_is_the_schedule(shape):
     time = timed(*shape)
     times, scene, scale = planned_times(time), time.timeline(), (RIGHT - LEFT) / time.makespan
     boxes = titled(scene, " of microbatch ")
-    named = (re.match(r"stage (\d+), (.*) of microbatch (\d+)", words(box)) for box in boxes)
+    named = (re.match(r"stage (\d+), (.*) of microbatch (\d+)", title_of(box)) for box in boxes)
     assert Counter(found.groups() for found in named) == Counter(
         (str(a.stage), NAMES[a.kind], str(a.microbatch)) for _, a, _, _ in time.slots
     )
@@ -91,11 +85,8 @@ def test_actions_that_are_computed_together_share_a_box():
     assert len(titled(scene, " of microbatch ")) == 13
     assert times.bubble_rate == pytest.approx(time.bubble_rate)
     assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
-    forward, backward = (
-        box
-        for box in titled(scene, "together with another action")
-        if "stage 0" in box.find(f"{SVG}title").text
-    )
+    together = titled(scene, "together with another action")
+    forward, backward = (box for box in together if "stage 0" in title_of(box))
     assert place(forward) == place(backward) and float(forward.get("y")) < float(backward.get("y"))
 
 
@@ -118,9 +109,7 @@ def test_numbers_of_interleaved_schedules_can_be_read_and_do_not_touch():
         for name, chunks in (("1f1b", 1), ("interleaved", 2))
     }
     scene = pipeline_scene(pair)
-    boxes, looks = titled(scene, " of microbatch "), re.compile(r"b .*c")
-    drawn = ET.fromstring(scene.svg()).iter(f"{SVG}text")
-    numbers = [text for text in drawn if looks.fullmatch(text.get("class", ""))]
+    boxes, numbers = titled(scene, " of microbatch "), elements(scene, "text", "b .*c")
     assert len(numbers) == len(boxes) == 4 * 8 * 2 * 3
     for text, (left, right) in zip(numbers, map(place, boxes)):
         assert 10 <= (size := float(text.get("font-size"))) < (right - left - 1.5) / 0.7, size
@@ -128,11 +117,9 @@ def test_numbers_of_interleaved_schedules_can_be_read_and_do_not_touch():
 
 def test_stages_of_a_rank_differ_in_shade():
     scene = timed("interleaved", 2, 4, 2).timeline()
-    shades = {"stage 0": set(), "stage 2": set()}
-    for box in titled(scene, " of microbatch "):
-        stage = box.find(f"{SVG}title").text.partition(",")[0]
-        shades.setdefault(stage, set()).add("k1" in box.get("class"))
-    assert shades == {"stage 0": {False}, "stage 1": {False}, "stage 2": {True}, "stage 3": {True}}
+    boxes = titled(scene, " of microbatch ")
+    shades = {(title_of(box).partition(",")[0], "k1" in box.get("class")) for box in boxes}
+    assert shades == {(f"stage {stage}", stage > 1) for stage in range(4)}
     assert "stages 0, 2" in texts(scene)
     assert any("Faded: its second stage." in text for text in texts(scene))
 
@@ -186,9 +173,7 @@ def test_panels_of_one_record_are_chosen_by_spans():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_a_record_with_the_times_of_a_schedule_draws_what_was_planned(shape):
-    name, stages, microbatches, chunks = shape
-    made = p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    planned = planned_times(made.time(**COSTS))
+    planned, stages = planned_times(timed(*shape)), shape[1]
     group = EventGroup("pp", tuple(range(stages)), None)
     events = [
         span(s.rank, NAMES[s.kind], s.start, s.end, k, microbatch=s.microbatch, stage=s.stage)

@@ -54,18 +54,12 @@ def not_watched():
     return p101.launch(lambda: p101.all_gather(torch.ones(4)), world_size=2, backend="sim")
 
 
-def silent(x):
-    return x
-
-
 # the words, and what can't be drawn
 REFUSED = {
     r"no span is called 'stp': the record has load": lambda: lanes_scene(ONE, "stp"),
     r"no span is called 'axs': the record has load": lambda: axes_scene(ONE, "axs"),
     r"17 ranks.*run\.timeline": lambda: lanes_scene(empty(17)),
-    r"17 ranks, and this picture can show up to 16: use run\.timeline": lambda: axes_scene(
-        empty(17)
-    ),
+    r"17 ranks, and this picture .* up to 16: use run\.timeline": lambda: axes_scene(empty(17)),
     r"129 ranks.*to_chrome": lambda: timeline_scene(empty(129)),
     r"129 ranks.*to_chrome\(path\)": lambda: collective_scene(
         recorded(p.binomial_broadcast, 129, 0, payload=False)[0]
@@ -102,21 +96,29 @@ REFUSED = {
     ),
     "8 GPUs and 4 rails": lambda: node_scene(SHARED),
     **{chip: lambda chip=chip: node_scene(chip) for chip in ("TPU v5e", "A100", "B200", "GB200")},
-    # watch refuses before any rank starts
-    r"dtype=torch\.float32: values that encode their origin need torch\.int64": lambda: watch(
-        silent, dtype=torch.float32
-    ),
-    "world_size='4': expected a whole number of ranks": lambda: watch(silent, "4"),
-    "world_size=0": lambda: watch(silent, 0),
-    "do not fit into torch.int64, which can hold 0: take fewer ranks": lambda: watch(silent, 19),
-    "do not fit": lambda: watch(silent, 16, numel=1000),
-    "shape=4: expected a whole number for each dim, such as": lambda: watch(silent, shape=4),
-    r"shape=\(2, 2\.5\): expected a whole number": lambda: watch(silent, shape=(2, 2.5)),
-    r"shape=\[-1\]: expected": lambda: watch(silent, shape=[-1]),
-    "shape='ab': expected": lambda: watch(silent, shape="ab"),
-    "shape=.* has 6 elements, but numel=5": lambda: watch(silent, 2, shape=(2, 3), numel=5),
-    "takes a function of a tensor, to run on each rank; got a int: 3": lambda: watch(3),
 }
+# watch refuses before any rank starts: the words, and what it is given
+NOT_WATCHED = {
+    r"dtype=torch\.float32: values that encode their origin need torch\.int64": (
+        {"dtype": torch.float32}
+    ),
+    "world_size='4': expected a whole number of ranks": {"world_size": "4"},
+    "world_size=0": {"world_size": 0},
+    "do not fit into torch.int64, which can hold 0: take fewer ranks": {"world_size": 19},
+    "do not fit": {"world_size": 16, "numel": 1000},
+    "shape=4: expected a whole number for each dim, such as": {"shape": 4},
+    r"shape=\(2, 2\.5\): expected a whole number": {"shape": (2, 2.5)},
+    r"shape=\[-1\]: expected": {"shape": [-1]},
+    "shape='ab': expected": {"shape": "ab"},
+    "shape=.* has 6 elements, but numel=5": {"shape": (2, 3), "numel": 5},
+    "takes a function of a tensor, to run on each rank; got a int: 3": {"fn": 3},
+}
+
+
+@pytest.mark.parametrize("words", NOT_WATCHED)
+def test_it_is_not_watched(words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        watch(**{"fn": lambda x: x, **NOT_WATCHED[words]})
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -9,10 +9,11 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from PIL import Image
 
 from parallel101.laboratory.analysis.chunks import letter
-from parallel101.laboratory.viz.palette import DARK, THEMES
-from parallel101.laboratory.viz.scene import HATCHING, Scene, Stop, box, value_at
+from parallel101.laboratory.viz.palette import THEMES
+from parallel101.laboratory.viz.scene import Scene, Stop, box, value_at
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,14 +64,6 @@ def test_a_loop_holds_every_frame(scene):
     assert {e.get("dur") for e in (motion, blink)} == {"4s"}
 
 
-def test_themes(scene):
-    assert "prefers-color-scheme:dark" in scene.svg()
-    dark = scene.svg(theme="dark")
-    assert DARK["bg"] in dark and "var(" not in dark
-    with pytest.raises(ValueError, match="sepia"):
-        scene.svg(theme="sepia")
-
-
 def test_html_needs_nothing_else_and_is_the_same_each_time(scene):
     html = scene.html()
     assert html == scene.html() == scene._repr_html_()
@@ -83,44 +76,33 @@ def test_html_needs_nothing_else_and_is_the_same_each_time(scene):
 def test_save_by_suffix(scene, tmp_path):
     page = scene.save(tmp_path / "ball.html").read_text()
     assert page.startswith("<!doctype html>") and scene.html() in page
-    loop, still = ET.fromstring(scene.save(str(tmp_path / "ball.svg")).read_text()).findall(
-        f"{SVG}g"
-    )
+    svg = scene.save(str(tmp_path / "ball.svg")).read_text()
+    loop, still = ET.fromstring(svg).findall(f"{SVG}g")
     assert (loop.get("class"), still.get("class")) == ("loop", "still")
     moves = [next(group.iter(f"{SVG}animate"), None) is not None for group in (loop, still)]
     assert moves == [True, False]
-    with pytest.raises(ValueError, match=r"\.html"):
-        scene.save(tmp_path / "ball.mp4")
 
 
 def test_a_still_and_an_animation_for_slides(scene, tmp_path, chromium):
-    from PIL import Image
-
-    still, moving = (
-        Image.open(io.BytesIO(scene.save(tmp_path / name).read_bytes()))
-        for name in ("ball.png", "ball.gif")
-    )
+    saved = (scene.save(tmp_path / name).read_bytes() for name in ("ball.png", "ball.gif"))
+    still, moving = (Image.open(io.BytesIO(image)) for image in saved)
     assert still.size == (2 * scene.width, 2 * scene.height)
-    assert moving.size == (
-        scene.width,
-        scene.height,
-    )
-    assert moving.n_frames > 2, "it moves"
+    assert moving.size == (scene.width, scene.height) and moving.n_frames > 2, "it moves"
     bottom = still.convert("L").crop((0, still.height - 20, still.width, still.height))
     assert bottom.getextrema()[0] < 255, "the card reaches down to the last pixel"
 
 
-def test_without_chromium_a_still_has_a_clear_error(scene, tmp_path, monkeypatch):
+def test_what_a_scene_cannot_do_is_said(scene, tmp_path, monkeypatch):
     monkeypatch.setattr("parallel101.laboratory.viz.chromium.find_chromium", lambda: None)
-    with pytest.raises(RuntimeError, match=r"install chromium .* or save as \.svg"):
-        scene.save(tmp_path / "ball.png")
-
-
-def test_bad_keyframes_are_named(scene):
-    with pytest.raises(ValueError, match="bounce"):
-        scene.key("r", (0.0, 1), mode="bounce")
-    with pytest.raises(ValueError, match="no frames"):
-        scene.key("r")
+    for error, said, wrong in (
+        (RuntimeError, r"chromium .* or save as \.svg", lambda: scene.save(tmp_path / "a.png")),
+        (ValueError, r"\.html", lambda: scene.save(tmp_path / "ball.mp4")),
+        (ValueError, "sepia", lambda: scene.svg(theme="sepia")),
+        (ValueError, "bounce", lambda: scene.key("r", (0.0, 1), mode="bounce")),
+        (ValueError, "no frames", lambda: scene.key("r")),
+    ):
+        with pytest.raises(error, match=said):
+            wrong()
 
 
 def test_letters_and_boxes():
@@ -129,14 +111,14 @@ def test_letters_and_boxes():
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_hatching_can_be_seen_in_both_themes(theme):
+def test_themes_and_hatching_that_can_be_seen_in_both(theme, scene):
     def luminance(name):
         parts = [int(THEMES[theme][name][i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear))
 
-    scene = Scene(10, 10, "hatched")
-    scene.definitions.append(HATCHING)
-    assert THEMES[theme]["hatch"] in scene.svg(theme=theme)
+    svg = scene.svg(theme=theme)
+    assert THEMES[theme]["hatch"] in svg and THEMES[theme]["bg"] in svg and "var(" not in svg
+    assert "prefers-color-scheme:dark" in scene.svg() and "prefers-color" not in svg
     low, high = sorted((luminance("hatch"), luminance("bg")))
     assert (high + 0.05) / (low + 0.05) > {"light": 2, "dark": 3.5}[theme]

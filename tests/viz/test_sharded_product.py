@@ -62,43 +62,31 @@ def test_two_axes_on_gloo():
 
 
 GATHERED = "A[I_X, J] · B[J, K] → C[I, K]"
-WRONG = {  # the product, what a rank does with its blocks, the verdict, and what is drawn last
-    "forgotten sum": (
-        *(BOTH_CUT, lambda a, b: a @ b),
-        "The ranks hold C[I, K] {U_X}: the sum over X is missing.",
-        [("a", (1, 0)), ("a", (0, 1))],
+SCATTERED = BOTH_CUT.replace("C[I, K]", "C[I_X, K]")
+UNKNOWN = [("?", (1,))] * 2
+WRONG = {  # the verdict → the product, what a rank does with its blocks, and what is drawn last
+    "The ranks hold C[I, K] {U_X}: the sum over X is missing.": (
+        *(BOTH_CUT, lambda a, b: a @ b, [("a", (1, 0)), ("a", (0, 1))]),
     ),
-    "wrong dim of a reduce-scatter": (
-        *(BOTH_CUT.replace("C[I, K]", "C[I_X, K]"), lambda a, b: p101.reduce_scatter(a @ b, 1)),
-        *("The ranks hold C[I, K_X].", [("ac", (1, 1)), ("bd", (1, 1))]),
+    "The ranks hold C[I, K_X].": (
+        *(SCATTERED, lambda a, b: p101.reduce_scatter(a @ b, 1)),
+        [("ac", (1, 1)), ("bd", (1, 1))],
     ),
-    "forgotten gather": (
-        *(GATHERED, lambda a, b: a @ b),
-        *("The ranks hold C[I_X, K].", [("a", (1,)), ("b", (1,))]),
+    "The ranks hold C[I_X, K].": (GATHERED, lambda a, b: a @ b, [("a", (1,)), ("b", (1,))]),
+    "Rank 0 returned shape (4, 16): expected shape (8, 8).": (
+        *(GATHERED, lambda a, b: p101.all_gather(a @ b, 1), UNKNOWN),
     ),
-    "wrong dim of a gather": (
-        *(GATHERED, lambda a, b: p101.all_gather(a @ b, 1)),
-        *("Rank 0 returned shape (4, 16): expected shape (8, 8).", [("?", (1,))] * 2),
+    "Rank 0 has the right shape, (8, 8), with other values": (
+        *(BOTH_CUT, lambda a, b: p101.all_reduce(a @ b) + a @ b, [("a", (2, 1)), ("a", (1, 2))]),
     ),
-    "added twice": (
-        *(BOTH_CUT, lambda a, b: p101.all_reduce(a @ b) + a @ b),
-        "Rank 0 has the right shape, (8, 8), with other values",
-        [("a", (2, 1)), ("a", (1, 2))],
-    ),
-    "no tensor": (
-        *(BOTH_CUT, lambda a, b: 3),
-        *("Rank 0 returned a int: expected shape (8, 8).", [("", ())] * 2),
-    ),
-    "unknown values": (
-        *(BOTH_CUT, lambda a, b: torch.zeros(8, 8) + 7),
-        *("with other values.", [("?", (1,))] * 2),
-    ),
+    "Rank 0 returned a int: expected shape (8, 8).": (*(BOTH_CUT, lambda a, b: 3, [("", ())] * 2),),
+    "(8, 8), with other values.": (*(BOTH_CUT, lambda a, b: torch.zeros(8, 8) + 7, UNKNOWN),),
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG)
-def test_mistakes_are_visible(mistake):
-    text, program, verdict, last = WRONG[mistake]
+@pytest.mark.parametrize("verdict", WRONG)
+def test_mistakes_are_visible(verdict):
+    text, program, last = WRONG[verdict]
     run = p101.sharding.run(text, A, B, mesh={"X": 2}, program=program)
     assert run.wrong == [0, 1] and verdict in run.verdict
     assert held(run)[-1] == last

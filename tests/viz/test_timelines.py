@@ -28,12 +28,12 @@ from parallel101.laboratory.viz.collective import collective_scene
 from parallel101.laboratory.viz.rows import legend_entries, span_colours
 from parallel101.laboratory.viz.timeline import lanes_scene, timeline_scene
 from tests.viz import programs as p
-from tests.viz.drawn import SVG, event, span, texts, titled
+from tests.viz.drawn import assert_inside, elements, event, span, texts, title_of, titled
 from tests.viz.programs import recorded
 
 
 def message(kind, rank, peer, start, end, nbytes=8, seq=0):
-    return event(kind, rank, start, end, peer=peer, nbytes=nbytes, seq=seq)
+    return event(kind, rank, start, end, nbytes, peer=peer, seq=seq)
 
 
 def step(overlap):
@@ -102,36 +102,35 @@ def test_what_counts_as_compute_and_as_communication(name):
 @pytest.mark.parametrize("seed", range(5))
 def test_intervals_agree_with_counting_moments(seed):
     noise = random.Random(seed)
-    pieces = [
-        [(a, a + noise.randrange(1, 6)) for a in noise.choices(range(40), k=8)] for _ in range(2)
-    ]
-    moments = [{t for a, b in of for t in range(a, b)} for of in pieces]
-    assert seconds(union(pieces[0])) == len(moments[0])
-    assert seconds(intersection(union(pieces[0]), union(pieces[1]))) == len(moments[0] & moments[1])
+    starts = [noise.choices(range(40), k=8) for _ in range(2)]
+    one, other = ([(a, a + noise.randrange(1, 6)) for a in of] for of in starts)
+    moments, others = ({t for a, b in of for t in range(a, b)} for of in (one, other))
+    assert seconds(union(one)) == len(moments)
+    assert seconds(intersection(union(one), union(other))) == len(moments & others)
 
 
 @pytest.mark.parametrize("picture", ["lanes", "timeline"])
 def test_every_event_is_a_bar_at_its_time(picture):
     trace = Trace(step(1.0), 2, "gloo")
     scene = lanes_scene(trace, "step") if picture == "lanes" else timeline_scene(trace)
-    right = timeline.BESIDE if picture == "lanes" else rows.RIGHT
-    scale, bars = (right - rows.LEFT) / 7.0, {}
-    for name, start, end in (
-        ("backward (", 0.0, 4.0),
-        ("send to rank 1", 3.0, 5.0),
-        ("recv from rank 0", 3.0, 5.0),
-        ("synchronize", 4.0, 6.0),
+    scale = ((timeline.BESIDE if picture == "lanes" else rows.RIGHT) - rows.LEFT) / 7.0
+    bars = []
+    for name, start, end, class_ in (
+        ("backward (", 0.0, 4.0, "f1"),
+        ("send to rank 1", 3.0, 5.0, "send"),
+        ("recv from rank 0", 3.0, 5.0, "recv"),
+        ("synchronize", 4.0, 6.0, "idle"),
     ):
         (bar,) = titled(scene, name)
         assert float(bar.get("x")) == pytest.approx(rows.LEFT + start * scale, abs=0.1)
         assert float(bar.get("width")) == pytest.approx((end - start) * scale, abs=1)
-        bars[name.split()[0]] = float(bar.get("y")), bar.get("class"), bar
-    assert bars["recv"][0] > bars["send"][0] > bars["backward"][0]
+        assert bar.get("class") == class_
+        bars.append(bar)
+    backward, send, received = (float(bar.get("y")) for bar in bars[:3])
+    assert received > send > backward
     if picture == "timeline":  # inside another: a lane below
-        assert bars["backward"][0] > float(titled(scene, "step:")[0].get("y"))
-    assert [of[1] for of in bars.values()] == ["f1", "send", "recv", "idle"]
-    told = bars["backward"][2].find(f"{SVG}title").text
-    assert told == "backward (microbatch=2): 4 s at train.py:7"
+        assert backward > float(titled(scene, "step:")[0].get("y"))
+    assert title_of(bars[0]) == "backward (microbatch=2): 4 s at train.py:7"
 
 
 def test_panels_share_one_scale_and_take_the_last_span_of_their_name():
@@ -154,9 +153,9 @@ def test_any_number_of_ranks_in_any_theme(n):
     for draw in (timeline_scene, *[lanes_scene] * (n <= timeline.FEW_RANKS)):
         scene = draw(Trace(events, n, "sim"))
         assert len(titled(scene, "forward")) == n
-        for theme in ("light", "dark", None):
-            for rect in ET.fromstring(scene.svg(theme=theme)).iter(f"{SVG}rect"):
-                assert float(rect.get("y")) + float(rect.get("height")) <= scene.height
+        assert_inside(scene)
+        for theme in ("light", "dark"):
+            ET.fromstring(scene.svg(theme=theme))
 
 
 def test_messages_have_arrows_and_collectives_their_own_bars():
@@ -164,12 +163,11 @@ def test_messages_have_arrows_and_collectives_their_own_bars():
     scene = timeline_scene(trace)
     sends = titled(scene, "send to")
     assert len(sends) == len(titled(scene, "recv from")) == 24
-    drawn = ET.fromstring(scene.svg()).iter(f"{SVG}path")
-    (arrows,) = (path.get("d") for path in drawn if path.get("class") == "arrow")
-    assert arrows.count("M") == 24
-    told = titled(scene, "send to rank 1: 16 B")[0].find(f"{SVG}title").text
+    (arrows,) = elements(scene, "path", "arrow")
+    assert arrows.get("d").count("M") == 24
+    told = title_of(titled(scene, "send to rank 1: 16 B")[0])
     assert re.search(r" at \S*programs\.py:\d+$", told)
-    scene = timeline_scene(Trace([event("all_reduce", 0, 0.0, 0.001, nbytes=1024)], 1, "gloo"))
+    scene = timeline_scene(Trace([event("all_reduce", 0, 0.0, 0.001, 1024)], 1, "gloo"))
     (bar,) = titled(scene, "all_reduce: 1 KiB, 1 ms at train.py:9")
     assert bar.get("class") == "collective"
 
@@ -183,15 +181,12 @@ def test_narrow_events_share_a_bar():
 def test_colours_of_spans_are_the_same_in_every_picture():
     names = ["layer forward", "forward", "gradient ready", "backward", "layer backward"]
     names += ["optimizer", "mine"]
-    drawn = [
-        span_colours([span(0, name, 0.0, 1.0) for name in some])
-        for some in (names, names[::-1], names[2:5])
-    ]
-    for colours in drawn:
-        known = {name: colour for name, colour in colours.items() if name != "mine"}
-        assert known == {name: drawn[0][name] for name in known}
-        assert colours.get("mine") not in known.values()
-    entries = legend_entries([], drawn[0])
+    first = span_colours([span(0, name, 0.0, 1.0) for name in names])
+    for some in (names[::-1], names[2:5]):
+        colours = span_colours([span(0, name, 0.0, 1.0) for name in some])
+        own = colours.pop("mine", None)
+        assert colours == {name: first[name] for name in colours} and own not in colours.values()
+    entries = legend_entries([], first)
     assert len({colour for _, colour in entries}) == len(entries) == 5
 
 
