@@ -1,5 +1,12 @@
 """The command line, `parallel101 doctor`, `parallel101 lab` and others: `parallel101 --help`.
 
+A command is a function. Its signature says which arguments it takes, of which types, and its
+docstring says what they mean:
+
+    def release(path: Path, *, out: Path)         parallel101 release PATH --out OUT
+    *, json: bool = False                         --json
+    *names: str                                   any number of names
+
 A command imports what it needs only when it runs, so that `doctor` still works where torch or
 Jupyter is broken.
 """
@@ -9,15 +16,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import inspect
 import os
+import re
 import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from parallel101 import __version__
 from parallel101.extras import MissingExtra, needs_extra
-from parallel101.laboratory.run_command import add_run_commands, option, seconds_of
+from parallel101.laboratory.run_command import Seconds, Whole, merge, run
+
+# of what a `*name` takes; any other takes the arguments that the command doesn't know
+VARIADIC = {"names": "*", "arguments": argparse.REMAINDER}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0 for success and 1 for failure. Wrong arguments exit with status 2.
     """
-    _escape_unsupported_characters()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not None, as in a daemon, and not a notebook's stream
+            # print an escape for what the encoding lacks: with LC_ALL=C it lacks ✓
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(argv)
@@ -33,28 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 # here, so that a write error is handled below and not while Python exits
                 sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe (`| head`), which is not an error
-        _discard_further_output()
-        return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise
-        _discard_further_output()
-        print(
-            f"parallel101: cannot write {error.filename or 'the output'}: {error.strerror}",
-            file=sys.stderr,
-        )
+        # Python flushes stdout once more when it exits, and would report the same error again;
+        # stdout may be an object without a file descriptor
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # the reader has closed the pipe (`| head`): not an error
+            return 141
+        what = f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        print(f"parallel101: {what}", file=sys.stderr)
         return 1
 
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, extra = parser.parse_known_args(argv)
-    if args.command is None:
-        if extra:
-            parser.error(f"unrecognized arguments: {' '.join(extra)}")
-        print(_greeting(parser))
-        return 0
     if extra and not args.takes_extra:
         args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
@@ -70,165 +80,135 @@ def _run(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _discard_further_output() -> None:
-    """Redirect stdout to nowhere.
-
-    Python flushes it once more when it exits, and would report the same error again.
-    """
-    # stdout may be an object without a file descriptor
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _escape_unsupported_characters() -> None:
-    r"""Print an escape for a character that the output's encoding lacks.
-
-    With LC_ALL=C it lacks ✓, for example.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not None, as in a daemon, and not a notebook's stream
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _greeting(parser: argparse.ArgumentParser) -> str:
-    """Return the help text: each command with an example and what it does."""
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    lines = [f"parallel101 {__version__}. {parser.description}", ""]
-    for sub in commands.choices.values():
-        text = textwrap.wrap(str(sub.description).partition(". ")[0].removesuffix(".") + ".", 92)
-        lines.append(f"  parallel101 {sub.get_default('example')}")
-        lines += [f"      {line}" for line in text]
-    return "\n".join([*lines, "", "All options of a command: parallel101 COMMAND --help"])
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="parallel101",
-        description="Learn how neural networks are trained on many GPUs and machines.",
-    )
-    parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
-    commands = parser.add_subparsers(dest="command")
-
-    def command(example, run, text, takes_extra=False):
-        name = example.partition(" ")[0]
-        # bench has a --help of its own
-        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
-        sub.set_defaults(run=run, takes_extra=takes_extra, parser=sub, example=example)
-        return sub
-
-    doctor = command(
-        "doctor", _doctor, "Check what works on this machine, and say how to fix what does not."
-    )
-    doctor.add_argument("--json", action="store_true", help="print the table as JSON, for programs")
-
-    text = "Open the {} in JupyterLab. Other options go to JupyterLab (e.g. --no-browser)."
-    lab = command("lab", _lab, text.format("lessons"), takes_extra=True)
-    command("homework", _homework, text.format("homework"), takes_extra=True)
-    lessons = command(
-        "lessons 01",
-        _lessons,
-        "Run the lessons on real ranks and write them as web pages that work offline.",
-    )
-    for sub in (lab, lessons):
-        text = "folder with the notebooks (default: the nearest lessons/, or those of the wheel)"
-        option(sub, "--lessons", "FOLDER", text)
-    text = "lessons to run, e.g. 01 or 01_collectives (default: all that have changed)"
-    option(lessons, "names", "NAME", text, nargs="*")
-    text = "build a course of these lessons alone, e.g. 01,04; the index lists no others"
-    option(lessons, "--only", "NAMES", text)
-    text = "build the course of this syllabus: title, weeks, dates, lessons, goals, homework"
-    option(lessons, "--syllabus", "FILE", text, Path)
-    text = "folder for the pages (default: site)"
-    option(lessons, "--out", "FOLDER", text, Path, default=Path("site"))
-    text = (
-        "the repository on GitHub that has the lessons, which Colab can then open; @REF names "
-        "a branch or tag other than main (default: GITHUB_REPOSITORY)"
-    )
-    option(lessons, "--repository", "OWNER/NAME", text)
-    text = "time limit for each cell (default: 600)"
-    option(lessons, "--timeout", "SECONDS", text, seconds_of, default=600.0)
-
-    notebooks = command(
-        "notebooks my_course",
-        _notebooks,
-        "Copy the lessons and the homework to a folder of your own, without a clone.",
-    )
-    text = "where lessons/ and homework/ are written (default: here)"
-    option(notebooks, "folder", "FOLDER", text, Path, nargs="?", default=Path())
-
-    add_run_commands(command)
-
-    grade = command(
-        "grade homework/hw1_moving",
-        _grade,
-        "Grade homework: one set with all verdicts, or a folder of sets with a table of points.",
-    )
-    text = "e.g. homework or homework/hw1_moving (default: homework/ here)"
-    option(grade, "path", "PATH", text, Path, nargs="?")
-    text = "what was handed in: a file, a folder, or a folder for each learner"
-    option(grade, "--submission", "PATH", text, Path)
-    text = "write results.json as Gradescope reads it, after each exercise"
-    option(grade, "--gradescope", "FILE", text, Path)
-    text = "write the result to this file; of a class, to a file each in this folder"
-    option(grade, "--json", "PATH", text, Path)
-    option(grade, "--csv", "FILE", "write a table: points, and why points are missing", Path)
-    text = "write a web page for each learner: verdicts, and pictures of their own runs"
-    option(grade, "--feedback", "DIR", text, Path)
-    text = "a name in each line: who handed in nothing has a row, too"
-    option(grade, "--class-list", "FILE", text, Path)
-    text = "of a class, how many submissions are graded at a time (default: 1)"
-    option(grade, "--jobs", "N", text, int, default=1)
-
-    release = command(
-        "release homework/hw1_moving --out bundles",
-        _release,
-        "Write what a teacher needs: the learners' bundle, and autograders with secret cases.",
-    )
-    option(release, "path", "PATH", "the homework set, e.g. homework/hw1_moving", Path)
-    option(release, "--out", "DIR", "the folder for the bundles", Path, required=True)
-    text = (
-        "where autograders get parallel101, e.g. git+https://github.com/me/parallel101@v1 "
-        "(default: a wheel in the bundle)"
-    )
-    option(release, "--library", "ADDRESS", text)
-    for sub in (grade, release):
-        option(sub, "--seed-file", "FILE", "a file with the teacher's secret seed", Path)
-
     from parallel101.laboratory.planner import plan_command
 
-    text = "Lay out the training of a model on many GPUs, and predict how long a step takes."
-    plan_command.add_arguments(command("plan --model llama-3-70b --gpus 1024", _plan, text))
-
-    command(
-        "bench collectives",
-        _bench,
-        "Measure parallel101 on this machine, and compare it with torch.",
-        takes_extra=True,
-    )
+    about = "Learn how neural networks are trained on many GPUs and machines."
+    parser = argparse.ArgumentParser(prog="parallel101", description=about)
+    parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
+    commands = parser.add_subparsers(dest="command")
+    greeting = [f"parallel101 {__version__}. {about}", ""]
+    for example, command in COMMANDS.items():
+        name, (text, *_) = example.split()[0], (inspect.getdoc(command) or "").split("\n\n")
+        # bench has a --help of its own
+        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
+        sub.set_defaults(parser=sub, takes_extra=False)
+        if command is plan:
+            plan_command.add_arguments(sub)
+            sub.set_defaults(run=lambda args, extra: plan(args=args))
+        else:
+            add_arguments(sub, command)
+        greeting.append(f"  parallel101 {example}")
+        greeting.append(f"      {text.partition('. ')[0].removesuffix('.')}.")
+    greeting += ["", "All options of a command: parallel101 COMMAND --help"]
     commands.metavar = " | ".join(commands.choices)
+    parser.set_defaults(
+        parser=parser, takes_extra=False, run=lambda args, extra: print("\n".join(greeting)) or 0
+    )
     return parser
 
 
-def _doctor(args: argparse.Namespace, extra: list[str]) -> int:
+def add_arguments(parser: argparse.ArgumentParser, command: Callable[..., int]) -> None:
+    """Give a parser the arguments of a function, and let it call the function with them."""
+    texts = dict(
+        re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", (inspect.getdoc(command) or ""), re.M)
+    )
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    for parameter in parameters:
+        name, default, kind = parameter.name, parameter.default, parameter.annotation
+        text = " ".join(texts.get(name, "").split()).replace("%", "%%")
+        optional, required = type(None) in get_args(kind), default is parameter.empty
+        kind = get_args(kind)[0] if optional else kind
+        options: dict[str, Any] = {"type": reader(getattr(kind, "__metadata__", (kind,))[0])}
+        if get_origin(kind) is Literal:
+            options = {"choices": get_args(kind)}
+        if not required and default and default != float("inf"):
+            text += f" (default: {default})"
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            if name in VARIADIC:
+                parser.add_argument(name, nargs=VARIADIC[name], help=text)
+            else:
+                parser.set_defaults(takes_extra=True)
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            nargs = None if required else "?"
+            parser.add_argument(name, nargs=nargs, help=text, default=default, **options)
+        else:
+            flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+            if kind is bool:
+                options = {"action": "store_true"}
+            default = None if required else default
+            parser.add_argument(flag, help=text, required=required, default=default, **options)
+
+    def call(args: argparse.Namespace, extra: list[str]) -> int:
+        given: list[Any] = []
+        named = {}
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                given += getattr(args, parameter.name, extra)
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                named[parameter.name] = getattr(args, parameter.name)
+            else:
+                given.append(getattr(args, parameter.name))
+        return command(*given, **named)
+
+    parser.set_defaults(run=call)
+
+
+def reader(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the function with which argparse reads a text, and whose errors it shows."""
+
+    def read(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+# ── The commands
+
+
+def doctor(*, json: bool = False) -> int:
+    """Check what works on this machine, and say how to fix what does not.
+
+    Args:
+        json: print the table as JSON, for programs
+    """
     from parallel101.laboratory import doctor
 
-    return doctor.main(as_json=args.json)
+    return doctor.main(as_json=json)
 
 
-def _lab(args: argparse.Namespace, extra: list[str]) -> int:
+def lab(*options: str, lessons: str | None = None) -> int:
+    """Open the lessons in JupyterLab. Other options go to JupyterLab (e.g. --no-browser).
+
+    Args:
+        options: of JupyterLab
+        lessons: folder with the notebooks (default: the nearest lessons/, or those of the wheel)
+    """
+    from parallel101.laboratory.publish.find import find_lessons
+
+    return _jupyter(options, lambda: find_lessons(lessons, to_edit=True), lessons is None)
+
+
+def homework(*options: str) -> int:
+    """Open the homework in JupyterLab. Other options go to JupyterLab (e.g. --no-browser).
+
+    Args:
+        options: of JupyterLab
+    """
+    from parallel101.laboratory.grade.homework import find_homework
+
+    return _jupyter(options, find_homework)
+
+
+def _jupyter(options: Sequence[str], folder: Callable[[], Path], copied: bool = True) -> int:
     from jupyterlab.labapp import LabApp
 
-    from parallel101.laboratory.grade.homework import find_homework
-    from parallel101.laboratory.publish.find import find_lessons, found_or_copied
+    from parallel101.laboratory.publish.find import found_or_copied
 
-    folder, options = (
-        (find_homework, extra[1:])
-        if extra[:1] == ["homework"]
-        else (lambda: find_lessons(args.lessons, to_edit=True), extra)
-    )
-    shown = found_or_copied(folder) if args.lessons is None else folder()
+    shown = found_or_copied(folder) if copied else folder()
     no_news = [
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
@@ -237,52 +217,63 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _homework(args: argparse.Namespace, extra: list[str]) -> int:
-    return _lab(args, ["homework", *extra])
+def lessons(
+    *names: str,
+    lessons: str | None = None,
+    only: str | None = None,
+    syllabus: Path | None = None,
+    out: Path = Path("site"),
+    repository: str | None = None,
+    timeout: Seconds = 600.0,
+) -> int:
+    """Run the lessons on real ranks and write them as web pages that work offline.
 
-
-def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
-    _import_no_grammars()
+    Args:
+        names: lessons to run, e.g. 01 or 01_collectives (default: all that have changed)
+        lessons: folder with the notebooks (default: the nearest lessons/, or those of the wheel)
+        only: build a course of these lessons alone, e.g. 01,04; the index lists no others
+        syllabus: build the course of this file: title, weeks, dates, lessons, goals, homework
+        out: folder for the pages
+        repository: OWNER/NAME, the repository on GitHub that has the lessons, which Colab can then
+            open; @REF names a branch or tag other than main (default: GITHUB_REPOSITORY)
+        timeout: seconds, the time limit for each cell
+    """
+    # nbformat imports a module for URLs by way of jsonschema and never uses it; its grammars take
+    # two seconds
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     from parallel101.laboratory.publish.find import Repository, find_lessons, select_lessons
     from parallel101.laboratory.publish.syllabus import read_syllabus
     from parallel101.laboratory.publish.write_site import make_output_folder, publish
 
-    syllabus, repository = None, Repository.of_environment(os.environ)
-    folder = find_lessons(args.lessons)
-    if args.repository is not None:
-        repository = Repository.of(args.repository)
-    names = [*args.names, *(args.only or "").replace(",", " ").split()]
-    notebooks = select_lessons(folder, names)
-    if args.syllabus is not None:
-        if args.only is not None:
+    folder = find_lessons(lessons)
+    at = Repository.of_environment(os.environ) if repository is None else Repository.of(repository)
+    chosen = [*names, *(only or "").replace(",", " ").split()]
+    notebooks, course = select_lessons(folder, chosen), None
+    if syllabus is not None:
+        if only is not None:
             raise ValueError("the syllabus names the lessons; leave out --only")
-        syllabus = read_syllabus(args.syllabus, folder)
-        other = [path.stem for path in notebooks if path.stem not in syllabus.lessons]
-        if names and other:
-            raise ValueError(f"{other[0]} is not in {args.syllabus}")
-        notebooks = [path for path in notebooks if path.stem in syllabus.lessons]
+        course = read_syllabus(syllabus, folder)
+        other = [path.stem for path in notebooks if path.stem not in course.lessons]
+        if chosen and other:
+            raise ValueError(f"{other[0]} is not in {syllabus}")
+        notebooks = [path for path in notebooks if path.stem in course.lessons]
         if not notebooks:
-            raise ValueError(f"{args.syllabus} names no lesson")
-    make_output_folder(args.out)
-    print(
-        f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: "
-        f"{', '.join(n.stem for n in notebooks)}",
-        flush=True,
-    )
+            raise ValueError(f"{syllabus} names no lesson")
+    make_output_folder(out)
+    stems = ", ".join(path.stem for path in notebooks)
+    print(f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: {stems}", flush=True)
     done = publish(
         notebooks,
-        args.out,
-        only=args.only is not None,
-        syllabus=syllabus,
-        again=bool(args.names),
-        repository=repository,
-        timeout=args.timeout,
+        out,
+        only=only is not None,
+        syllabus=course,
+        again=bool(names),
+        repository=at,
+        timeout=timeout,
     )
-    print(
-        "Wrote",
-        *(f"  {page}  {page.stat().st_size / 1000:,.0f} kB" for page in done.written),
-        sep="\n",
-    )
+    print("Wrote")
+    for page in done.written:
+        print(f"  {page}  {page.stat().st_size / 1000:,.0f} kB")
     for failure in done.failed:
         print(f"\n✗ {failure}", file=sys.stderr)
     if done.failed:
@@ -291,54 +282,107 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     return 0
 
 
-def _import_no_grammars() -> None:
-    """Leave out a module for URLs, whose grammars take two seconds.
+def notebooks(folder: Path = Path()) -> int:
+    """Copy the lessons and the homework to a folder of your own, without a clone.
 
-    nbformat imports it by way of jsonschema and never uses it. Call this before `publish` is used.
+    Args:
+        folder: where lessons/ and homework/ are written
     """
-    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-
-
-def _notebooks(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.laboratory.publish.find import copy_notebooks
 
-    lessons, homework = copy_notebooks(args.folder)
-    print(f"Wrote {lessons} and {homework}")
+    print("Wrote {} and {}".format(*copy_notebooks(folder)))
     print("To open them: parallel101 lab, or parallel101 homework")
     return 0
 
 
-def _grade(args: argparse.Namespace, extra: list[str]) -> int:
+def grade(
+    path: Path | None = None,
+    *,
+    submission: Path | None = None,
+    gradescope: Path | None = None,
+    json: Path | None = None,
+    csv: Path | None = None,
+    feedback: Path | None = None,
+    class_list: Path | None = None,
+    seed_file: Path | None = None,
+    jobs: Whole = 1,
+) -> int:
+    """Grade homework: one set with all verdicts, or a folder of sets with a table of points.
+
+    Args:
+        path: e.g. homework or homework/hw1_moving (default: homework/ here)
+        submission: what was handed in: a file, a folder, or a folder for each learner
+        gradescope: write results.json as Gradescope reads it, after each exercise
+        json: write the result to this file; of a class, to a file each in this folder
+        csv: write a table: points, and why points are missing
+        feedback: write a web page for each learner: verdicts, and pictures of their own runs
+        class_list: a name in each line: who handed in nothing has a row, too
+        seed_file: a file with the teacher's secret seed
+        jobs: of a class, how many submissions are graded at a time
+    """
     from parallel101.laboratory.grade import command
 
-    names = ("gradescope", "json", "csv", "feedback", "class_list", "seed_file")
-    files = {name: getattr(args, name) for name in names}
-    if args.submission is None and not any(files.values()):
-        return command.main(args.path)
-    if args.path is None:
+    files = {"gradescope": gradescope, "json": json, "csv": csv, "feedback": feedback}
+    files |= {"class_list": class_list, "seed_file": seed_file}
+    if submission is None and not any(files.values()):
+        return command.main(path)
+    if path is None:
         raise ValueError(
             "name the homework set, e.g. parallel101 grade homework/hw1_moving --submission "
             "submissions"
         )
-    return command.handed_in(args.path, args.submission, jobs=max(1, args.jobs), **files)
+    return command.handed_in(path, submission, jobs=jobs, **files)
 
 
-def _release(args: argparse.Namespace, extra: list[str]) -> int:
+def release(
+    path: Path, *, out: Path, library: str | None = None, seed_file: Path | None = None
+) -> int:
+    """Write what a teacher needs: the learners' bundle, and autograders with secret cases.
+
+    Args:
+        path: the homework set, e.g. homework/hw1_moving
+        out: the folder for the bundles
+        library: where autograders get parallel101, e.g. git+https://github.com/me/parallel101@v1
+            (default: a wheel in the bundle)
+        seed_file: a file with the teacher's secret seed
+    """
     from parallel101.laboratory.grade import command
 
-    return command.release_set(args.path, args.out, args.seed_file, args.library)
+    return command.release_set(path, out, seed_file, library)
 
 
-def _plan(args: argparse.Namespace, extra: list[str]) -> int:
+def plan(*, args: argparse.Namespace) -> int:
+    """Lay out the training of a model on many GPUs, and predict how long a step takes."""
     from parallel101.laboratory.planner import plan_command
 
     return plan_command.main(args)
 
 
-def _bench(args: argparse.Namespace, extra: list[str]) -> int:
+def bench(*options: str) -> int:
+    """Measure parallel101 on this machine, and compare it with torch.
+
+    Args:
+        options: of the benchmark
+    """
     from parallel101.laboratory.bench import main as bench
 
-    return bench(extra)
+    return bench(options)
+
+
+# an example of each command, which its help shows → the function
+COMMANDS: dict[str, Callable[..., int]] = {
+    "doctor": doctor,
+    "lab": lab,
+    "homework": homework,
+    "lessons 01": lessons,
+    "notebooks my_course": notebooks,
+    "run --world-size 4 train.py": run,
+    "merge trace --page trace.html": merge,
+    "grade homework/hw1_moving": grade,
+    "release homework/hw1_moving --out bundles": release,
+    "plan --model llama-3-70b --gpus 1024": plan,
+    "bench collectives": bench,
+}
 
 
 if __name__ == "__main__":

@@ -15,31 +15,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 # extra → the packages that we import and that it brings; tomli is part of Python since 3.11
-EXTRAS = {
-    "lessons": (
-        "bs4",
-        "IPython",
-        "PIL",
-        "ipykernel",
-        "ipywidgets",
-        "jinja2",
-        "markupsafe",
-        "jupyter_client",
-        "jupyterlab",
-        "latex2mathml",
-        "matplotlib",
-        "nbclient",
-        "nbconvert",
-        "nbformat",
-        "numpy",
-        "pdoc",
-        "pygments",
-        "tomli",
-        "websocket",
-        "yaml",
-    ),
-    "keras": ("keras",),
-}
+NOTEBOOKS = (
+    "bs4 IPython PIL ipykernel ipywidgets jinja2 markupsafe jupyter_client jupyterlab latex2mathml "
+    "matplotlib nbclient nbconvert nbformat numpy pdoc pygments tomli websocket yaml"
+)
+EXTRAS = {"lessons": tuple(NOTEBOOKS.split()), "keras": ("keras",)}
 NAMES = {
     "PIL": "Pillow",
     "bs4": "Beautiful Soup",

@@ -70,7 +70,7 @@ MAY_IMPORT = {
     # it plans in closed form, runs the best layouts, and draws them
     "planner": {"cost", "models", "trainers", "ranks", "sim", "viz", "record"},
     "doctor": {"viz"},  # whether there is a browser
-    "run_command": {"ranks", "record", "sim"},
+    "run_command": {"ranks", "record"},
 }
 EVERYWHERE = {"extras", "spans"}  # import nothing of ours, and every room may import them
 FRONT_DOOR = {"__init__", "__main__", "cli"}
@@ -84,7 +84,7 @@ DOORS = {  # module → what it may import inside a function, when it is called
     "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture
     "doctor": {"__init__"},
-    "run_command": {"analysis", "publish", "viz", "__init__"},
+    "run_command": {"analysis", "publish", "sim", "viz", "__init__"},
     "exercises.bug_hunt": {"ranks"},  # Hunt.trace
     "exercises.layout_choice": {"planner"},  # its best layout, which no rank may import
 }

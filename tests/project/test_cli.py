@@ -27,12 +27,13 @@ def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
         (["lessons", "--fast"], "unrecognized arguments: --fast"),
         (["lessons", "--lessons", "nowhere"], "nowhere is not a folder"),
         (["lessons", "--lessons", str(tmp_path / "..")], "no notebook"),
+        (["lessons", "07", "--lessons", str(tmp_path)], "'07' is not a lesson; the lessons are"),
         (["run", "--page", str(tmp_path), "train.py"], "is a folder"),
         (["run", "--page", "/dev/null/a.html", "train.py"], "can't write"),
-        (
-            ["lessons", "07", "--lessons", str(tmp_path)],
-            "'07' is not a lesson; the lessons are",
-        ),
+        (["grade", "--jobs", "0"], "argument --jobs: 0 is not a whole number"),
+        (["grade", "--submission", "mine"], "name the homework set"),
+        (["release", "homework"], "the following arguments are required: --out"),
+        (["run", "--rules", "mpi", "train.py"], "invalid choice: 'mpi' (choose from"),
     ]
     for seconds in ("0", "-1", "nan", "inf", "soon"):
         said = f"argument --timeout: {seconds} is not a valid time limit; expected a finite number"
@@ -86,24 +87,27 @@ def test_doctor_finds_that_the_lessons_run_here(capsys):
     rows = {row["name"]: row for row in report["checks"]}
     assert set(rows) == set(doctor.CHECKS)
     for needed in ("Python", "torch", "gloo", "loopback", "launch, gloo", "launch, sim", "Jupyter"):
-        assert rows[needed]["state"] == "works", rows[needed]
-
-
-def fine() -> doctor.CheckResult:
-    return doctor.CheckResult("works", "fine")
+        assert rows[needed]["state"] == "works" and not rows[needed]["advice"], rows[needed]
 
 
 def test_doctor_prints_a_row_for_each_check_with_its_advice(capsys, monkeypatch):
-    def broken() -> doctor.CheckResult:
+    def broken():
         raise RuntimeError("a check\nthat breaks")
 
-    missing = doctor.CheckResult("fails", "not there", "install it")
-    checks = {"one": fine, "two": lambda: missing, "three": broken}
+    def absent():
+        raise doctor.Absent("not there")
+
+    checks = {
+        "one": (lambda: "fine", "be glad"),
+        "two": (broken, "install it"),
+        "three": (absent, ""),
+    }
     monkeypatch.setattr(doctor, "CHECKS", checks)
     assert doctor.main() == 1
     printed = capsys.readouterr().out
-    rows = ("✓ one", "✗ two", "→ install it", "✗ three         RuntimeError: a check that breaks")
-    assert [row for row in (*rows, "Not working: two, three.") if row not in printed] == []
+    rows = ("✓ one", "✗ two           RuntimeError: a check that breaks", "→ install it", "– three")
+    assert [row for row in (*rows, "Not working: two.") if row not in printed] == []
+    assert "be glad" not in printed
 
 
 def test_what_the_output_cannot_encode_is_escaped_and_a_full_disk_ends_it_without_a_traceback(
@@ -115,7 +119,7 @@ def test_what_the_output_cannot_encode_is_escaped_and_a_full_disk_ends_it_withou
         def flush(self):
             raise OSError(self.number, os.strerror(self.number))
 
-    monkeypatch.setattr(doctor, "CHECKS", {"one": fine})
+    monkeypatch.setattr(doctor, "CHECKS", {"one": (lambda: "fine", "")})
     monkeypatch.setattr(sys, "stdout", Full())
     full_disk = "cannot write the output: No space left"
     for Full.number, status, message in ((errno.EPIPE, 141, ""), (errno.ENOSPC, 1, full_disk)):
@@ -130,46 +134,37 @@ def test_what_the_output_cannot_encode_is_escaped_and_a_full_disk_ends_it_withou
     assert rb"\u2713 one" in out.buffer.getvalue()
 
 
-def test_doctor_reports_a_closed_loopback_and_a_missing_browser(monkeypatch):
-    refused = OSError("Network is unreachable")
-    monkeypatch.setattr(socket, "create_server", Mock(side_effect=refused))
-    row = doctor.check_loopback()
-    assert row.state == "fails" and "unreachable" in row.found
-    assert "ip link set lo up" in row.advice
-    monkeypatch.setattr(doctor, "find_chromium", lambda: None)
-    monkeypatch.setattr(webbrowser, "get", Mock(side_effect=webbrowser.Error))
-    assert doctor.check_browser().state == "absent"
-
-
-def test_doctor_reports_an_old_torch_and_a_wrong_sum(monkeypatch):
+def test_what_doctor_says_of_other_machines(monkeypatch):
+    """What is replaced, with what, the check, and what its row says."""
     import torch
 
     import parallel101
 
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
-    monkeypatch.setattr(doctor, "version", lambda package: "2.10.0+cpu")
-    row = doctor.check_torch()
-    assert row.state == "fails" and "2.10.0" in row.found and doctor.TESTED_TORCH in row.advice
-    for found, note in (
-        (doctor.TESTED_TORCH, "build)"),
-        (doctor.TRIED_TORCH[-1], "all tests have passed with it"),
-        ("99.0", "not with this version"),
-    ):
-        monkeypatch.setattr(torch, "__version__", found)
-        assert doctor.check_torch().state == "works" and note in doctor.check_torch().found
-    wrong = Mock(results=[1.0, 0.0])
-    monkeypatch.setattr(parallel101, "launch", lambda *args, **kwargs: wrong, raising=False)
-    assert doctor.check_launch("gloo").state == "fails"
+    def raising(error):
+        return Mock(side_effect=error)
 
-
-def test_doctor_says_what_the_gpus_can_do(monkeypatch):
-    import torch
-
+    unreachable, two_ranks = raising(OSError("unreachable")), Mock(results=[1.0, 0.0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (0, 16 * 2**30))
-    for count, message in ((1, "With one GPU"), (4, "up to 4 ranks on nccl")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        row = doctor.check_gpus()
-        assert row.state == "works" and "a GPU (16 GiB)" in row.found
-        assert message in row.found + row.advice
+    monkeypatch.setattr(doctor, "find_chromium", lambda: None)
+    for place, name, value, check, state, said in (
+        (socket, "create_server", unreachable, "loopback", "fails", "unreachable"),
+        (socket, "create_server", unreachable, "loopback", "fails", "ip link set lo up"),
+        (webbrowser, "get", raising(webbrowser.Error), "browser", "absent", "--no-browser"),
+        (torch, "__version__", "2.10.0+cpu", "torch", "fails", "2.10.0"),
+        (torch, "__version__", "2.10.0+cpu", "torch", "fails", doctor.TESTED_TORCH),
+        (torch, "__version__", doctor.TESTED_TORCH, "torch", "works", "build)"),
+        (torch, "__version__", doctor.TRIED_TORCH[-1], "torch", "works", "tests have passed"),
+        (torch, "__version__", "99.0", "torch", "works", "not with this version"),
+        (sys, "version_info", (3, 9), "Python", "fails", "needs Python 3.10 or newer"),
+        (parallel101, "launch", lambda *_, **__: two_ranks, "launch, gloo", "fails", "[1.0, 0.0]"),
+        (torch.cuda, "device_count", lambda: 1, "GPUs", "works", "a GPU (16 GiB). With one GPU"),
+        (torch.cuda, "device_count", lambda: 4, "GPUs", "works", "up to 4 ranks on nccl"),
+        (doctor, "missing_packages", lambda _: ["numpy"], "NumPy", "absent", "not installed"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value, raising=False)
+            patch.setattr(doctor, "CHECKS", {check: doctor.CHECKS[check]})
+            (row,) = doctor.run_checks()
+        assert row["state"] == state and said in row["found"] + row["advice"], row
