@@ -126,7 +126,7 @@ class DataAxis(Axis):
         self.axes: Axes = trainer.axes
         self.precision: Precision = trainer.precision
         self.trained, self.options, self.others = trainer.trained, options, others
-        self.algorithms, self.live = options.algorithms(self.axes), LiveBytes()
+        self.live = LiveBytes()
         # Along cp and ep the model's backward sends, too. If ranks take different ways through the
         # model, gradients that leave meanwhile would meet those messages.
         alone = options.zero_stage == 3 or self.axes.size(["cp", "ep"]) == 1
@@ -181,18 +181,17 @@ class DataAxis(Axis):
             for name, p in parameters.items():
                 by_group.setdefault(groups[name], {})[name] = p
             return [self.data_parallel(some, group) for group, some in by_group.items()]
-        from parallel101.trainers.flat import ZeROGroup
         from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
         # what is summed over other ranks, or once more afterwards, has arrays of its own
         after = {name: i for i, (names, _) in enumerate(self.after) for name in names}
-        labels = {name: f"{group.axes} {after.get(name)}" for name, group in groups.items()}
-        zero = ZeROGroup(groups, self.overlap, labels, self.algorithms, self.live)
+        sums = {name: (group, after.get(name)) for name, group in groups.items()}
+        sending = self.live, self.overlap, self.options.algorithm
         if stage < 3:
             size = self.bucket(parameters, 4)
-            return [ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)]
+            return [ZeRO12(parameters, sums, *sending, zero_stage=stage, bucket_bytes=size)]
         (part,) = parts  # weights tied between two stages on a rank are refused before
-        return [ZeRO3(dict(layers_of(part)), parameters, zero)]
+        return [ZeRO3(dict(layers_of(part)), parameters, sums, *sending)]
 
     def how(self) -> str:
         """Return how gradients are synchronized, in words."""
@@ -200,7 +199,7 @@ class DataAxis(Axis):
         return "; ".join(dict.fromkeys(sync.how for _, sync in self.syncs)) + master
 
     def data_parallel(self, parameters: Parameters, group: Group) -> GradientSync:
-        algorithm, size = self.algorithms.get("all_reduce", "direct"), self.bucket(parameters, 2)
+        size, algorithm = self.bucket(parameters, 2), self.options.algorithm or "direct"
         if group.size == 1:
             return GradientSync(parameters)
         if self.overlap:

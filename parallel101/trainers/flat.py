@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -31,39 +30,13 @@ from parallel101.collectives.asynchronous import (
 from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
-from parallel101.trainers.gradient_sync import GradientSync, LiveBytes, Parameters, dense_gradient
-from parallel101.trainers.layout import Pieces
-
-ASYNCHRONOUS = {"all_gather": all_gather_async, "reduce_scatter": reduce_scatter_async}
-AT_ONCE = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
-
-EMPTY = (
-    "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
-    "of a module that has it. Use it there, or zero_stage=2"
+from parallel101.trainers.gradient_sync import (
+    GradientSync,
+    LiveBytes,
+    Parameters,
+    dense_gradient,
 )
-
-
-@dataclass
-class ZeROGroup:
-    """The ranks over which flat arrays are cut, and how these send.
-
-    Attributes:
-        groups: the ranks, each of which owns one block of every array; or by parameter.
-        overlap: send and receive while this rank computes.
-        labels: name → a label. Only parameters with the same label share an array.
-        algorithm: "all_gather" and "reduce_scatter" → one of their algorithms, which then runs from
-            beginning to end in one call. Without an entry: "direct", which goes on meanwhile.
-        live: counts the bytes of gathered weights and of gradients in flight.
-    """
-
-    groups: GroupLike | Mapping[str, GroupLike]
-    overlap: bool = True
-    labels: Mapping[str, str] = field(default_factory=dict)
-    algorithm: Mapping[str, str] = field(default_factory=dict)
-    live: LiveBytes = field(default_factory=LiveBytes)
-
-    def ranks_of(self, name: str) -> GroupLike:
-        return self.groups[name] if isinstance(self.groups, Mapping) else self.groups
+from parallel101.trainers.layout import Pieces
 
 
 class Flat:
@@ -71,7 +44,10 @@ class Flat:
 
     Args:
         parameters: by name. From now on they are views of the flat array.
-        zero: the ranks over which it is cut.
+        group: the ranks, each of which owns one block.
+        live: counts the bytes of gathered weights and of gradients in flight.
+        algorithm: of all messages, which then run from beginning to end in one call. None:
+            "direct", which goes on while the caller computes.
         weights, gradients: whether this rank keeps all of them, or only its own block.
 
     Attributes:
@@ -84,10 +60,17 @@ class Flat:
     """
 
     def __init__(
-        self, parameters: Parameters, zero: ZeROGroup, *, weights: bool, gradients: bool = False
+        self,
+        parameters: Parameters,
+        group: GroupLike,
+        live: LiveBytes,
+        algorithm: str | None = None,
+        *,
+        weights: bool = False,
+        gradients: bool = False,
     ):
-        self.parameters, self.zero, self.live = dict(parameters), zero, zero.live
-        self.group = group_of(zero.ranks_of(next(iter(parameters))))
+        self.parameters, self.live, self.algorithm = dict(parameters), live, algorithm
+        self.group = group_of(group)
         n, position = self.group.size, self.group.position
         assert position is not None
         values = [p.detach() for p in parameters.values()]
@@ -96,13 +79,13 @@ class Flat:
         self.padding = block * n - sum(sizes)
         self.cuts = [*sizes, self.padding]
         whole = torch.cat([*(p.reshape(-1) for p in values), values[0].new_zeros(self.padding)])
-        block_here = whole.view(n, block)[position]
+        shard = whole.view(n, block)[position]
         self.whole: Tensor | None = whole
         self.arriving: AsyncCollective | None = None
-        self.shard = block_here if weights else block_here.clone()
-        of_gradients = next(iter(parameters.values())).grad_dtype
-        self.whole_grad = torch.zeros_like(whole, dtype=of_gradients) if gradients else None
-        self.grad = torch.zeros_like(block_here, dtype=of_gradients)
+        self.shard = shard if weights else shard.clone()
+        dtype = next(iter(parameters.values())).grad_dtype
+        self.whole_grad = torch.zeros_like(whole, dtype=dtype) if gradients else None
+        self.grad = torch.zeros_like(shard, dtype=dtype)
         if self.whole_grad is not None:
             self.grad = self.whole_grad.view(n, block)[position]
 
@@ -115,7 +98,7 @@ class Flat:
             if low < high:
                 here = slice(low - block * position, high - block * position)
                 self.owned[name] = piece = nn.Parameter(self.shard[here])
-                piece.grad_dtype = of_gradients
+                piece.grad_dtype = dtype
                 self.piece_grads[name] = self.grad[here]
         self.begin()
         if weights:
@@ -130,7 +113,7 @@ class Flat:
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
             self.live.watch("weights", self.whole)
-        self.arriving = self.begin_message("all_gather", self.shard, self.whole)
+        self.arriving = self.send(all_gather_async, all_gather, self.shard, self.whole)
 
     def wait(self) -> None:
         """Wait until the blocks have arrived. Then the parameters are whole."""
@@ -140,8 +123,7 @@ class Flat:
 
     def gathered(self) -> Tensor:
         """Return the whole array, and gather it first if it is not there."""
-        if self.whole is None:
-            self.all_gather()
+        gather([self])
         self.wait()
         assert self.whole is not None
         return self.whole
@@ -151,24 +133,17 @@ class Flat:
         for p, shape, part in zip(self.parameters.values(), self.shapes, parts):
             p.data = part.view(shape)
 
-    def free(self) -> None:
-        """Free the other ranks' blocks. The parameters are empty until the next gather."""
-        self.whole = self.arriving = None
-        empty = self.shard.new_empty(0)
-        for p in self.parameters.values():
-            p.data = empty
-
     def show_shapes(self) -> None:
         """Give the parameters their shapes without memory, so that gradients can be assigned."""
         for p, shape in zip(self.parameters.values(), self.shapes):
             p.data = self.shard.new_zeros(()).expand(shape)
 
-    def begin_message(self, operation: str, x: Tensor, out: Tensor | None) -> AsyncCollective:
-        """Begin an all-gather or reduce-scatter. One with an algorithm runs to its end."""
-        if (algorithm := self.zero.algorithm.get(operation)) is None:
-            return ASYNCHRONOUS[operation](x, group=self.group, out=out)
-        result = AT_ONCE[operation](x, group=self.group, algorithm=algorithm)
-        return AsyncCollective(iter(()), result if out is None else out.copy_(result))
+    def free(self) -> None:
+        """Free the other ranks' blocks. The parameters are empty until the next gather."""
+        self.wait()
+        self.whole, empty = None, self.shard.new_empty(0)
+        for p in self.parameters.values():
+            p.data = empty
 
     # ── gradients ──
 
@@ -179,14 +154,16 @@ class Flat:
         for p in self.parameters.values():
             p.grad = None
 
-    def take_gradients(self) -> Tensor:
-        """Return the parameters' gradients side by side, zeros for those without one.
+    def reduce_scatter(self) -> AsyncCollective:
+        """Begin to sum the gradients of all ranks, zeros for parameters without one. The result is
+        the sum of this rank's block.
 
-        Afterwards the parameters have none.
+        The first one of a step arrives in `grad` itself, and others are added to it. The parameters
+        have no gradients afterwards.
         """
         parts = []
         for (name, p), size in zip(self.parameters.items(), self.cuts):
-            if p.grad is None:
+            if p.grad is None:  # and p may be empty now
                 parts.append(self.grad.new_zeros(size))
                 continue
             parts.append(dense_gradient(name, p).reshape(-1))
@@ -195,39 +172,24 @@ class Flat:
             p.grad = None
         if self.padding:
             parts.append(self.grad.new_zeros(self.padding))
-        if len(parts) == 1 and self.whole_grad is None:
-            return parts[0]  # a single gradient is sent from the memory that it is in
-        whole = torch.cat(parts, out=self.whole_grad)
+        gradients = parts[0]  # a single one is sent from the memory that it is in
+        if len(parts) > 1 or self.whole_grad is not None:
+            gradients = torch.cat(parts, out=self.whole_grad)
         if self.whole_grad is None:
-            self.live.watch("gradients", whole)
-        return whole
-
-    def reduce_scatter(self) -> AsyncCollective:
-        """Begin to sum the gradients of all ranks. The result is the sum of this rank's block.
-
-        The first one of a step arrives in `grad` itself, and others are added to it.
-        """
-        gradients = self.take_gradients()
+            self.live.watch("gradients", gradients)
         out, self.summed = None if self.summed else self.grad, True
-        return self.begin_message("reduce_scatter", gradients, out)
+        return self.send(reduce_scatter_async, reduce_scatter, gradients, out)
 
-    def has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self.parameters.values())
-
-
-# ── several arrays, such as a layer's weights of two dtypes ──
-
-
-def flats_of(parameters: Parameters, zero: ZeROGroup) -> list[Flat]:
-    """Return the parameters in flat arrays, each of one dtype and device."""
-    kinds: dict[Any, dict[str, nn.Parameter]] = {}
-    for name, p in parameters.items():
-        kinds.setdefault((p.dtype, p.device, zero.labels.get(name)), {})[name] = p
-    return [Flat(kind, zero, weights=False) for kind in kinds.values()]
+    def send(self, begin: Any, run: Any, x: Tensor, out: Tensor | None) -> AsyncCollective:
+        """Begin a collective, or run one that has an algorithm to its end."""
+        if self.algorithm is None:
+            return begin(x, group=self.group, out=out)
+        result = run(x, group=self.group, algorithm=self.algorithm)
+        return AsyncCollective(iter(()), result if out is None else out.copy_(result))
 
 
 def gather(flats: Sequence[Flat]) -> None:
-    """Begin to fetch the weights, unless they are here."""
+    """Begin to fetch the weights of these arrays, unless they are here."""
     for flat in flats:
         if flat.whole is None:
             flat.all_gather()
@@ -239,22 +201,16 @@ def wait(layer: str, flats: Sequence[Flat]) -> None:
             flat.wait()
 
 
-def free(flats: Sequence[Flat]) -> None:
-    for flat in flats:
-        flat.wait()
-        flat.free()
-
-
 class ZeRO(GradientSync):
     """The common part of the stages: each rank owns 1/n of each flat array, and gradients travel.
 
-    Args: flats: all arrays, in the same order on every rank.
+    Args: flats: all arrays, in the same order on every rank. live: counts their bytes.
     """
 
-    def __init__(self, flats: Sequence[Flat], zero: ZeROGroup):
+    def __init__(self, flats: Sequence[Flat], live: LiveBytes):
         super().__init__({name: piece for flat in flats for name, piece in flat.owned.items()})
         self.placements = {n: pieces for flat in flats for n, pieces in flat.placements.items()}
-        self.flats, self.zero, self.live = flats, zero, zero.live
+        self.flats, self.live = flats, live
         self.in_flight: list[tuple[Flat, AsyncCollective]] = []
 
     def begin(self) -> None:
@@ -286,32 +242,6 @@ class ZeRO(GradientSync):
             for name, piece in flat.owned.items():
                 piece.grad = flat.piece_grads[name]
         return [name for flat in self.flats for name in flat.parameters if name not in flat.reached]
-
-
-# ── a gathered weight that autograd saves for backward: its place is kept, not its values ──
-#
-#     forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
-#     backward   gx = gy W                  layer 2 has been gathered again: W is there, elsewhere
-#
-# Otherwise no layer would ever be freed.
-
-
-def saving_places(whole_now: Callable[[], list[Flat]]) -> tuple[Callable, Callable]:
-    """Return hooks for `saved_tensors_hooks`: they save weights in the flat arrays of
-    `whole_now()` as their place, all else as always.
-    """
-
-    def pack(tensor: Tensor) -> Tensor | tuple[Flat, Any]:
-        memory = tensor.untyped_storage()
-        for flat in whole_now():
-            if flat.whole is not None and flat.whole.untyped_storage() is memory:
-                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
-        return tensor
-
-    def unpack(saved: Tensor | tuple[Flat, Any]) -> Tensor:
-        return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])
-
-    return pack, unpack
 
 
 # ── the layers of a model, in turn ──

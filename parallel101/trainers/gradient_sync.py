@@ -200,26 +200,26 @@ class LiveBytes:
 
 
 def by_size(
-    parameters: Parameters, most: int, labels: Mapping[str, str] = {}
+    parameters: Parameters, most: int, groups: Mapping[str, Any] = {}
 ) -> list[dict[str, nn.Parameter]]:
-    """Return groups of parameters with up to `most` bytes, of one dtype and device each; a
-    larger parameter has a group to itself.
+    """Return buckets of parameters with up to `most` bytes, of one dtype and device each; a
+    larger parameter has a bucket to itself.
 
     The last parameters come first. That is about the order in which backward makes their gradients,
     and the same order on every rank.
 
     Args:
-        labels: name → a label. Only parameters with the same label share a group.
+        groups: name → what all parameters of a bucket have in common.
     """
-    groups: list[dict[str, nn.Parameter]] = []
+    buckets: list[dict[str, nn.Parameter]] = []
     room, kind = 0, None
     for name, p in reversed(list(parameters.items())):
-        if p.nbytes > room or (p.dtype, p.device, labels.get(name)) != kind:
-            groups.append({})
-            room, kind = most, (p.dtype, p.device, labels.get(name))
-        groups[-1][name] = p
+        if p.nbytes > room or (p.dtype, p.device, groups.get(name)) != kind:
+            buckets.append({})
+            room, kind = most, (p.dtype, p.device, groups.get(name))
+        buckets[-1][name] = p
         room -= p.nbytes
-    return groups
+    return buckets
 
 
 def default_bucket_bytes(parameters: Parameters, buckets: int) -> int:

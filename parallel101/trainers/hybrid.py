@@ -75,8 +75,8 @@ class HybridTrainer:
             `DataParallelTrainer` and `ShardedTrainer`. With cp or ep, gradients leave after
             backward, which has messages of its own; on stage 3 they don't, and there all ranks'
             samples must take the same way through the model.
-        algorithm: of the collectives, by operation, such as {"all_reduce": "ring"}, or one name for
-            all of them; see `p101.algorithms`. Other than None, it needs overlap=False.
+        algorithm: of all collectives, such as "ring"; see `p101.algorithms`. Other than None, it
+            needs overlap=False.
         plan, sequence_parallel, regather: how modules are cut along tp; see
             `TensorParallelTrainer`. The style "experts" places modules along ep: see
             experts_plan.py. Each rank has some of their experts, and sends tokens to the others;

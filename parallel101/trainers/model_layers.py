@@ -9,7 +9,7 @@ Keras    dense  dense_1 …                                 the model's `layers`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -50,24 +50,6 @@ def keras_layers(module: nn.Module) -> list[Any]:
     layers: Any = getattr(module, "layers", None)
     of_keras = isinstance(layers, list) and all(isinstance(layer, nn.Module) for layer in layers)
     return layers if of_keras else []
-
-
-def share_out(
-    layers: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, nn.Parameter]]:
-    """Return each layer's own parameters, by name, and the rest: those that several layers use
-    (tied weights) or none.
-    """
-    users: dict[nn.Parameter, list[str]] = {p: [] for p in parameters.values()}
-    for layer, module in layers.items():
-        for p in module.parameters():
-            if p in users:
-                users[p].append(layer)
-    own = {
-        layer: {name: p for name, p in parameters.items() if users[p] == [layer]}
-        for layer in layers
-    }
-    return own, {name: p for name, p in parameters.items() if len(users[p]) != 1}
 
 
 def sequence_of(model: nn.Module) -> list[nn.Module] | None:

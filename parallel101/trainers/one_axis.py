@@ -112,8 +112,8 @@ class ShardedTrainer(HybridTrainer):
         overlap: send gradients, and on stage 3 fetch the next layer, while this one computes.
         bucket_bytes: on stages 1 and 2, how many bytes of gradients travel together. None: a
             quarter of them all, at most 25 MiB.
-        algorithm: of reduce_scatter and all_gather: one name for both, such as "ring", or a dict;
-            see `p101.algorithms`. Other than None, it needs overlap=False.
+        algorithm: of reduce_scatter and all_gather, such as "ring"; see `p101.algorithms`. Other
+            than None, it needs overlap=False.
         accumulate: microbatches in a step. Stage 1 adds up their gradients where they are and sends
             them once. Stages 2 and 3 have no place to add them up: they send after each microbatch,
             and stage 3 gathers for each. That is the price of their memory.
@@ -163,8 +163,8 @@ class TensorParallelTrainer(HybridTrainer):
             and backward gathers them again: less memory, more bytes.
         overlap: compute weight gradients while the sum of the inputs' gradients is in flight.
         algorithm: of the layers' collectives (all_reduce; with sequence_parallel all_gather and
-            reduce_scatter): one name, such as "ring", or a dict; see `p101.algorithms`. Other than
-            None, it needs overlap=False.
+            reduce_scatter, too), such as "ring"; see `p101.algorithms`. Other than None, it needs
+            overlap=False.
         accumulate: microbatches in a step.
 
     An MLP pair sends one all-reduce of the activations forward and one backward. Sources: Shoeybi

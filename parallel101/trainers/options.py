@@ -54,7 +54,7 @@ class Options:
     zero_stage: int = 0
     overlap: bool = True
     bucket_bytes: int | None = None
-    algorithm: str | Mapping[str, str] | None = None
+    algorithm: str | None = None
     plan: TensorPlan | None = "auto"
     sequence_parallel: bool = False
     regather: bool = False
@@ -93,7 +93,9 @@ class Options:
         expect("regather", self.regather, right, "sequence_parallel=True too, which gathers inputs")
 
     def check_axes(self, axes: Axes) -> None:
-        """Raise ValueError for an option of an axis that the mesh doesn't have."""
+        """Raise ValueError for an option of an axis that the mesh doesn't have, and for an
+        algorithm that one of the trainer's collectives doesn't have.
+        """
         of_pipelines = ("schedule", "microbatches", "chunks", "layers_per_stage")
         axis_of = {"sequence_parallel": "tp", "context": "cp"} | dict.fromkeys(of_pipelines, "pp")
         asked = [
@@ -110,6 +112,17 @@ class Options:
                     f"{', '.join(axes.sizes)}: add the axis, or leave {name} out"
                 )
 
+        if (chosen := self.algorithm) is not None:
+            reduces = ("dp" in axes.sizes and not self.zero_stage) or "tp" in axes.sizes
+            operations = ["all_reduce"] * reduces
+            if self.zero_stage or self.sequence_parallel:
+                operations += ["reduce_scatter", "all_gather"]
+            common = set.intersection(*({*algorithms(operation)} for operation in operations))
+            names = f"None, or a name out of {', '.join(sorted(common))}"
+            expect("algorithm", chosen, chosen in common, names)
+            once = "overlap=False too, since it can't overlap with computing"
+            expect("algorithm", chosen, not self.overlap, once)
+
     @property
     def experts_plan(self) -> dict[str, str]:
         """The part of `plan` that places experts; empty: automatically."""
@@ -123,31 +136,6 @@ class Options:
         if not experts or not isinstance(self.plan, Mapping):
             return self.plan
         return {n: style for n, style in self.plan.items() if n not in experts} or "auto"
-
-    def algorithms(self, axes: Axes) -> Mapping[str, str]:
-        """Return operation → the algorithm of each that a trainer uses; empty for the defaults.
-
-        Raises ValueError for an unknown one, or one that can't overlap with computing.
-        """
-        if self.algorithm is None:
-            return {}
-        chosen = self.algorithm
-        reduces = ("dp" in axes.sizes and not self.zero_stage) or "tp" in axes.sizes
-        operations = ["all_reduce"] * reduces
-        operations += ["reduce_scatter", "all_gather"] * bool(
-            self.zero_stage or self.sequence_parallel
-        )
-        known = {operation: list(algorithms(operation)) for operation in operations}
-        by_operation = dict.fromkeys(known, chosen) if isinstance(chosen, str) else chosen
-        right = all(name in known.get(operation, ()) for operation, name in by_operation.items())
-        names = ", ".join(f"{operation}: {names}" for operation, names in known.items())
-        expect("algorithm", chosen, right, f"one name, or a dict, out of {names}")
-        if self.overlap:
-            raise ValueError(
-                f"algorithm={chosen!r} can't overlap with computing: say overlap=False, or leave "
-                "it out"
-            )
-        return by_operation
 
 
 def check_names(trainer: object, options: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -20,29 +20,19 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.mesh import group_of
+from parallel101.mesh import GroupLike
 from parallel101.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.flat import (
-    EMPTY,
-    Flat,
-    ZeRO,
-    ZeROGroup,
-    flats_of,
-    free,
-    gather,
-    saving_places,
-    wait,
-    walk,
-)
+from parallel101.trainers.flat import Flat, ZeRO, gather, wait, walk
 from parallel101.trainers.gradient_sync import (
     GradientHooks,
     LiveBytes,
@@ -50,7 +40,15 @@ from parallel101.trainers.gradient_sync import (
     by_size,
     dense_gradient,
 )
-from parallel101.trainers.model_layers import share_out
+
+# name → the ranks over which its gradient is summed, and anything else that all parameters of one
+# flat array have in common
+Groups = Mapping[str, tuple[GroupLike, Any]]
+
+EMPTY = (
+    "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
+    "of a module that has it. Use it there, or zero_stage=2"
+)
 
 
 class ZeRO12(ZeRO):
@@ -65,16 +63,26 @@ class ZeRO12(ZeRO):
     """
 
     def __init__(
-        self, parameters: Parameters, zero: ZeROGroup, *, zero_stage: int, bucket_bytes: int
+        self,
+        parameters: Parameters,
+        groups: Groups,
+        live: LiveBytes,
+        overlap: bool = True,
+        algorithm: str | None = None,
+        *,
+        zero_stage: int,
+        bucket_bytes: int,
     ):
         self.zero_stage = zero_stage
-        buckets = by_size(parameters, bucket_bytes, zero.labels)
-        flats = [Flat(b, zero, weights=True, gradients=zero_stage == 1) for b in buckets]
-        super().__init__(flats, zero)
-        self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
+        buckets = by_size(parameters, bucket_bytes, groups)
+        kept = {"weights": True, "gradients": zero_stage == 1}
+        over = [groups[next(iter(bucket))][0] for bucket in buckets]
+        flats = [Flat(b, group, live, algorithm, **kept) for b, group in zip(buckets, over)]
+        super().__init__(flats, live)
+        self.how = f"ZeRO stage {zero_stage}, in {len(self.flats)} buckets"
         for name, p in parameters.items():
-            p.register_post_accumulate_grad_hook(partial(note_gradient, zero.live, name))
-        self.hooks = GradientHooks(buckets, self.send, zero.overlap)
+            p.register_post_accumulate_grad_hook(partial(note_gradient, live, name))
+        self.hooks = GradientHooks(buckets, self.send, overlap)
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
         complete = last or (self.zero_stage == 2 and kind != "I")
@@ -110,6 +118,12 @@ class ZeRO3(ZeRO):
     order, also layers that only some of them use: that of the first forward, if it was the same on
     all ranks, else the model's.
 
+    A gathered weight that autograd saves for backward is kept as its place in a flat array, not as
+    its values: otherwise no layer would ever be freed.
+
+        forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
+        backward   gx = gy W                  layer 2 has been gathered again: W is there, elsewhere
+
     Args:
         modules: by name, the layers, which are gathered one at a time. Their hooks tell which one
             is next; see `walk`.
@@ -124,14 +138,29 @@ class ZeRO3(ZeRO):
         self,
         modules: Mapping[str, nn.Module],
         parameters: Parameters,
-        zero: ZeROGroup,
+        groups: Groups,
+        live: LiveBytes,
+        overlap: bool = True,
+        algorithm: str | None = None,
     ):
-        own, shared = share_out(modules, parameters)
-        self.layers = {name: flats_of(own[name], zero) for name in modules if own[name]}
-        self.shared = flats_of(shared, zero)
-        super().__init__([*self.shared, *sum(self.layers.values(), [])], zero)
-        self.how = f"ZeRO stage 3, in {len(self.flats)} layers"
-        everyone = max((group_of(flat.group) for flat in self.flats), key=lambda group: group.size)
+        users: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for layer, module in modules.items():
+            for p in module.parameters():
+                users[p].append(layer)
+        arrays: dict[str, dict[Any, dict[str, nn.Parameter]]] = {
+            name: {} for name in ["", *modules]
+        }
+        for name, p in parameters.items():
+            of_layer = arrays[users[p][0] if len(users[p]) == 1 else ""]
+            of_layer.setdefault((p.dtype, p.device, groups[name]), {})[name] = p
+        self.shared, *of_layers = (
+            [Flat(array, group, live, algorithm) for (*_, (group, _)), array in of_layer.items()]
+            for of_layer in arrays.values()
+        )
+        self.layers = {name: flats for name, flats in zip(modules, of_layers) if flats}
+        super().__init__([*self.shared, *sum(of_layers, [])], live)
+        self.how, self.overlap = f"ZeRO stage 3, in {len(self.flats)} layers", overlap
+        everyone = max((flat.group for flat in self.flats), key=lambda group: group.size)
         self.agree = Agreement(everyone, self.flats[0].shard.device)
         self.order: list[str] | None = None
         self.used: list[str] = []
@@ -146,7 +175,7 @@ class ZeRO3(ZeRO):
     @contextmanager
     def forward(self) -> Iterator[None]:
         self.used = []
-        saving = saved_tensors_hooks(*saving_places(self.whole_now))
+        saving = saved_tensors_hooks(self.pack, self.unpack)
         with self.over_layers(self.order or list(self.layers)), saving:
             yield
         if self.order is None:
@@ -189,7 +218,7 @@ class ZeRO3(ZeRO):
             self.spans.close()
             self.receive()
             self.current = None
-            free([flat for flat in self.flats if flat.whole is not None])
+            self.free()
             if isinstance(error, RuntimeError) and re.search(r"\b0\b", str(error)):
                 raise RuntimeError(f"{error}. {EMPTY}") from error
             raise
@@ -197,9 +226,10 @@ class ZeRO3(ZeRO):
             self.enter(self.upcoming.popleft())
         self.leave()
         # also what a backward has gathered on demand: after the optimizer's step it would be old
-        free([flat for flat in self.flats if flat.whole is not None])
+        self.free()
         for flat in self.flats:
-            if self.sends and (flat in self.shared or flat.has_gradients()):
+            left = any(p.grad is not None for p in flat.parameters.values())
+            if self.sends and (flat in self.shared or left):
                 self.reduce_scatter(flat)
 
     # ── a layer ──
@@ -230,7 +260,7 @@ class ZeRO3(ZeRO):
         self.spans.enter_context(span(name, layer=layer))
 
     def prefetch(self) -> None:
-        if self.zero.overlap and self.upcoming:
+        if self.overlap and self.upcoming:
             gather(self.layers[self.upcoming[0]])
 
     def leave(self) -> None:
@@ -239,11 +269,25 @@ class ZeRO3(ZeRO):
             return
         layer, self.current = self.current, None
         self.spans.close()
-        free(self.layers[layer])
-        if self.sends and layer not in self.upcoming:  # else it is used once more
-            for flat in self.layers[layer]:
+        for flat in self.layers[layer]:
+            flat.free()
+            if self.sends and layer not in self.upcoming:  # else it is used once more
                 self.reduce_scatter(flat)
 
-    def whole_now(self) -> list[Flat]:
-        """Return the flat arrays of the weights that are in use now."""
-        return [*self.shared, *(self.layers[self.current] if self.current else ())]
+    def free(self) -> None:
+        for flat in self.flats:
+            if flat.whole is not None:
+                flat.free()
+
+    # ── a weight that autograd saves ──
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[Flat, Any]:
+        memory = tensor.untyped_storage()
+        for flat in (*self.shared, *(self.layers[self.current] if self.current else ())):
+            if flat.whole is not None and flat.whole.untyped_storage() is memory:
+                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return tensor
+
+    @staticmethod
+    def unpack(saved: Tensor | tuple[Flat, Any]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])

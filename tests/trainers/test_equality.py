@@ -51,7 +51,6 @@ WITH_MESSAGES = p101.Schedule([FIRST.split(), SECOND.split()])
 V = p101.Schedule.from_csv("0F0,3F0,3B0,0F1,3F1,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
 TWO_ON_RANK_0 = p101.Schedule.from_csv("0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1")
 RING = {"overlap": False, "algorithm": "ring"}
-TWO = {"overlap": False, "algorithm": {"reduce_scatter": "ring", "all_gather": "bruck"}}
 SETTINGS = ("sgd", None, 2), ("sgd", 0.05, 1), ("adamw", None, 1), ("adamw", 0.05, 2)
 
 
@@ -83,8 +82,7 @@ CASES = {
         *along_dp("sometimes", 2),
         *along_dp("tied gpt", 3),
         *along_dp("sometimes", 4),
-        *(case("dp 3", "mlp", zero_stage=stage, **RING) for stage in (0, 1)),
-        *(case("dp 3", "mlp", zero_stage=stage, **TWO) for stage in (2, 3)),
+        *(case("dp 3", "mlp", zero_stage=stage, **RING) for stage in range(4)),
         *(
             case("dp 3", "sometimes", accumulate=2, bucket_bytes=size, zero_stage=stage)
             for size, stage in ((0, 0), (1, 2), (10**9, 0), (None, 2))

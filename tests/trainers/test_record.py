@@ -224,7 +224,6 @@ def test_bytes_along_ep():
     [
         ("dp 3", RING),
         ("dp 3", {**RING, "bucket_bytes": 0}),
-        ("dp 3", {**RING, "algorithm": {"all_reduce": "ring"}}),
         ("dp 3", {**RING, "zero_stage": 1}),
         ("tp 3", RING),
         ("tp 3", {}),

@@ -267,8 +267,6 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "microbatches": 4}
 HEADLESS = {"plan": {"*.up": "column", "*.down": "row"}}
 TEXT = {"loss_fn": next_token_loss, "batch": text(0)}
 IN_ORDER = [nn.GELU(), *mlp().layers[:2]]
-RING = {"overlap": False, "algorithm": "ring"}
-TWO = {"overlap": False, "algorithm": {"reduce_scatter": "ring", "all_gather": "bruck"}}
 NORMED = seq(seq(mlp), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 BY_NAME = {"recompute": lambda name: name == "1"}
 OVER_TIME = randn(1, 6, 8), randn(2, 6, 8)
@@ -294,12 +292,8 @@ REFUSED = {
         ),
     },
     "dp 2": {
-        "'ring' can't overlap with computing: say overlap=False": given(algorithm="ring"),
-        r"a dict, out of all_reduce: \[.*'ring'": given(overlap=False, algorithm="rings"),
-        "expected one name, or a dict, out of all_reduce": given(**TWO),
-        "a dict, out of reduce_scatter: ": given(
-            zero_stage=1, overlap=False, algorithm={"all_reduce": "ring"}
-        ),
+        "'ring': expected overlap=False too": given(algorithm="ring"),
+        "a name out of .*, ring": given(overlap=False, algorithm="rings"),
         "context='ulysses' is for the axis 'cp'": given(gpt, context="ulysses"),
         r"each rank has only its share.*sync_batch_norm=True.*get_submodule\('image\.1'\)\.eval": (
             given(Norms)
@@ -313,7 +307,6 @@ REFUSED = {
         "inputs have 6 samples .* and targets 5.*|could not take its batch": fit([(X, Y[:5])]),
     },
     "tp 2": {
-        "'ring' can't overlap .*say overlap=False": given(algorithm="ring"),
         r"regather=True.*expected sequence_parallel=True": given(regather=True),
         "is for the axis 'ep'": given(mixture, BALANCED, **PLAN),
         r"expected \(batch, time, features\)": given(

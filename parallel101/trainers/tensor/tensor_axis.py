@@ -65,7 +65,7 @@ class TensorAxis(Axis):
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, axes: Axes, options: Options
     ):
-        self.axes, self.options, self.algorithm = axes, options, options.algorithms(axes)
+        self.axes, self.options = axes, options
         chain, cut_head, plan = chain_of(model), is_vocabulary_loss(loss_fn), options.tensor_plan
         if isinstance(plan, str):
             if plan != "auto":
@@ -106,7 +106,7 @@ class TensorAxis(Axis):
         them.
         """
         group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
-        options = group, self.algorithm, self.options.overlap
+        options = group, self.options.algorithm or "direct", self.options.overlap
         tp, tp_in_time = TensorGroup(*options), TensorGroup(*options, True, self.options.regather)
         named = list(model.named_modules(remove_duplicate=False))
         here = {name: module for name, module in named if is_below(name, local)}

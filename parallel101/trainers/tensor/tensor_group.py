@@ -12,7 +12,7 @@ An all-reduce is a reduce-scatter and an all-gather, so both send the same bytes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,8 @@ class TensorGroup:
 
     Args:
         group: see `group_of`.
-        algorithm: of the collectives, by operation; "direct" if not named.
-        overlap: whether the sum of gradients, which is "direct" then, is in flight while the rank
-            computes.
+        algorithm: of the collectives.
+        overlap: whether the sum of gradients is in flight while the rank computes.
         in_time: whether activations are cut along time outside.
         regather: column layers keep their input as it is cut, and backward gathers it again.
 
@@ -47,16 +46,13 @@ class TensorGroup:
     def __init__(
         self,
         group: GroupLike,
-        algorithm: Mapping[str, str] = {},
+        algorithm: str = "direct",
         overlap: bool = True,
         in_time: bool = False,
         regather: bool = False,
     ):
         self.group, self.overlap, self.in_time, self.regather = group, overlap, in_time, regather
-        self.options: dict[str, Any] = {
-            operation: {"group": group, "algorithm": algorithm.get(operation, "direct")}
-            for operation in ("all_reduce", "all_gather", "reduce_scatter")
-        }
+        self.options: dict[str, Any] = {"group": group, "algorithm": algorithm}
         members = group_of(group)
         self.size, self.position = members.size, members.position or 0
         self.times: Sequence[int] = ()
@@ -66,7 +62,7 @@ class TensorGroup:
         """Return activations as a column layer needs them; times: how time was cut, if it was."""
         if not self.in_time:
             return x
-        return collectives.all_gather(x, TIME, sizes=list(times), **self.options["all_gather"])
+        return collectives.all_gather(x, TIME, sizes=list(times), **self.options)
 
     def gather_again(self) -> Callable[[Tensor], Tensor]:
         """Return a function that gathers, in backward, what column layers with the same input have
@@ -88,9 +84,9 @@ class TensorGroup:
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of what the ranks' row layers computed, or this rank's times of it."""
         if not self.in_time:
-            return collectives.all_reduce(part, **self.options["all_reduce"])
+            return collectives.all_reduce(part, **self.options)
         self.time(part)
-        return collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
+        return collectives.reduce_scatter(part, TIME, **self.options)
 
     def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
         """Begin to sum the gradients of what column layers took. The result waits for the sum."""
@@ -106,7 +102,7 @@ class TensorGroup:
 
     def join(self, y: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the outputs of all ranks, side by side."""
-        return gather_from_group(y, -1, sizes=list(sizes), **self.options["all_gather"])
+        return gather_from_group(y, -1, sizes=list(sizes), **self.options)
 
     def once(self, x: Tensor, enter: Callable[[Tensor], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
         """Return enter(x), or its earlier result if x is the same tensor, unchanged. So layers that
@@ -141,16 +137,16 @@ class TensorGroup:
         stage of a pipeline, cut along time.
         """
         time = torch.tensor([x.shape[TIME]], device=numbers_device(x.device))
-        self.times = collectives.all_gather(time, **self.options["all_gather"]).tolist()
+        self.times = collectives.all_gather(time, **self.options).tolist()
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's times of x; backward is an all-gather."""
         self.time(x)
-        return scatter_to_group(x, TIME, **self.options["all_gather"])
+        return scatter_to_group(x, TIME, **self.options)
 
     def whole(self, x: Tensor) -> Tensor:
         """Return all times of a tensor that is cut; backward keeps this rank's."""
-        return gather_from_group(x, TIME, sizes=list(self.times), **self.options["all_gather"])
+        return gather_from_group(x, TIME, sizes=list(self.times), **self.options)
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's times of x, without a message in either direction."""
