@@ -101,19 +101,16 @@ class Agreement:
         That is an OSError or a ValueError if it was one there, else a RuntimeError. Its
         `failed_rank` tells a launcher whose error to report.
         """
-        kind = next(
-            (name for name, kind in KINDS.items() if isinstance(problem, kind)), "RuntimeError"
-        )
+        kind = next((name for name, k in KINDS.items() if isinstance(problem, k)), "RuntimeError")
         with wait_span("agree"):
             texts = self.objects(f"{kind} {type(problem).__name__}: {problem}" if problem else "")
         if problem:
             raise problem
-        for rank, text in zip(self.ranks, texts):
-            if text:
-                kind, _, why = text.partition(" ")
-                error = KINDS[kind](f"rank {rank} could not {doing}: {why}")
-                error.failed_rank = rank  # type: ignore[attr-defined]
-                raise error
+        rank, text = next((rank, text) for rank, text in zip(self.ranks, texts) if text)
+        kind, _, why = text.partition(" ")
+        error = KINDS[kind](f"rank {rank} could not {doing}: {why}")
+        error.failed_rank = rank  # type: ignore[attr-defined]
+        raise error
 
     def check_same(
         self, tensors: Iterable[tuple[str, Tensor]], what: str, advice: str, *, values: bool = True
@@ -129,11 +126,27 @@ class Agreement:
         )
         if self.same(text):
             return
-        models = [
-            dict(line.split("\t", 1) for line in model.splitlines()) for model in self.objects(text)
+        of_ranks = [
+            dict(line.split("\t", 1) for line in there.splitlines()) for there in self.objects(text)
         ]
-        raise ValueError(f"{what}: {_difference(models, self.ranks, advice)}")
+        same = "expected the same on every rank"
+        for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+            entries = [of_rank.get(name, "absent") for of_rank in of_ranks]
+            others = [i for i, entry in enumerate(entries) if entry != entries[0]]
+            if others:
+                ranks = ", ".join(str(self.ranks[i]) for i in others)
+                there = f"on rank{'s' * (len(others) > 1)} {ranks}"
+                first, other = (entries[i].partition("\t")[0] for i in (0, others[0]))
+                if first == other:
+                    where = f"{name!r} {there} differs from rank {self.ranks[0]}; {advice}"
+                else:
+                    where = (
+                        f"{name!r} is {first} on rank {self.ranks[0]} and {other} {there}: {same}"
+                    )
+                raise ValueError(f"{what}: {where}")
+        raise ValueError(f"{what}: they have them in different orders: {same}")
 
+    @torch.no_grad()
     def check_or_copy(self, model: nn.Module, sync: bool) -> None:
         """Make sure that parameters and buffers are the same on every rank or, with `sync`, copy
         the first rank's.
@@ -142,13 +155,10 @@ class Agreement:
         `sync`, values.
         """
         with wait_span("agree"):
-            self.check_same(
-                tensors_of(model), "the models differ at the start", SEED_ALIKE, values=not sync
-            )
-            if sync:
-                with torch.no_grad():
-                    for _, tensor in tensors_of(model):
-                        tensor.copy_(broadcast(tensor, 0, group=self.group))
+            differ = "the models differ at the start", SEED_ALIKE
+            self.check_same(tensors_of(model), *differ, values=not sync)
+            for _, tensor in tensors_of(model) if sync else ():
+                tensor.copy_(broadcast(tensor, 0, group=self.group))
 
 
 def tensors_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -157,20 +167,3 @@ def tensors_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tupl
     """
     yield from model.named_parameters(remove_duplicate=remove_duplicate)
     yield from model.named_buffers(remove_duplicate=remove_duplicate)
-
-
-def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:
-    """Return in words the first entry in which some ranks differ from the first rank."""
-    for name in dict.fromkeys(name for model in models for name in model):
-        entries = [model.get(name, "absent") for model in models]
-        others = [i for i, entry in enumerate(entries) if entry != entries[0]]
-        if others:
-            there = f"on rank{'s'[: len(others) - 1]} {', '.join(str(ranks[i]) for i in others)}"
-            first, other = (entries[i].partition("\t")[0] for i in (0, others[0]))
-            if first == other:
-                return f"{name!r} {there} differs from rank {ranks[0]}; {advice}"
-            return (
-                f"{name!r} is {first} on rank {ranks[0]} and {other} {there}: expected the same on "
-                "every rank"
-            )
-    return "they have them in different orders: expected the same on every rank"

@@ -77,6 +77,7 @@ class OneStage(Axis):
     """A model that is not cut into stages: what an axis pp is without one.
 
     Attributes:
+        sequence: the modules that are called one after the other, the first with the inputs.
         on_stages: name of each parameter and buffer → the stages that use it.
         local: this rank's stages. parts: stage → its modules, once the model is cut.
         microbatches: in a step.
@@ -87,13 +88,10 @@ class OneStage(Axis):
     def __init__(self, model: nn.Module, axes: Axes, options: Options):
         self.on_stages: Mapping[str, Sequence[int]] = {name: [0] for name, _ in tensors_of(model)}
         self.parts: Mapping[int, nn.Module] = {0: model}
+        self.sequence = [model]
         self.microbatches = options.accumulate
         # a rank without samples computes its experts for others
         self.always = axes.size(["ep"]) > 1
-
-    def entries(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that are called one after the other, the first with the inputs."""
-        return [model]
 
     def names(self, model: nn.Module) -> set[str]:
         """Return the names of the entries that this rank has; "" is the whole model."""

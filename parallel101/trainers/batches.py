@@ -48,14 +48,11 @@ def cast(tree: Batch, dtype: torch.dtype | None) -> Batch:
 
 def leaves(tree: Batch) -> Iterator[Any]:
     """Yield the leaves of the tree, in order."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from leaves(value)
-    else:
+    if not isinstance(tree, (Mapping, tuple, list)):
         yield tree
+        return
+    for value in tree.values() if isinstance(tree, Mapping) else tree:
+        yield from leaves(value)
 
 
 def tensors_of(tree: Batch) -> list[Tensor]:
@@ -68,22 +65,19 @@ def count_samples(tree: Batch) -> int:
     Raises TypeError if it isn't a tree of tensors, ValueError if its tensors disagree.
     """
     tensors = tensors_of(tree)
-    strange = next(
-        (leaf for leaf in leaves(tree) if not isinstance(leaf, (Tensor, bool, type(None)))), None
-    )
-    if strange is not None or not tensors or not all(t.dim() for t in tensors):
+    known = all(isinstance(leaf, (Tensor, bool, type(None))) for leaf in leaves(tree))
+    if not known or not tensors or not all(t.dim() for t in tensors):
         raise TypeError(
             f"a batch is {in_words(tree)}: expected tensors with the samples along dim 0, or "
             "dicts, tuples and lists of them"
         )
-    counts = [len(t) for t in tensors]
-    if len(set(counts)) > 1:
+    if len({len(t) for t in tensors}) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise ValueError(
             f"the tensors of a batch have the shapes {shapes}: expected the same number of "
             "samples along dim 0 of each"
         )
-    return counts[0]
+    return len(tensors[0])
 
 
 def check_pair(batch: Any) -> tuple[Any, Any]:
@@ -91,11 +85,8 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
 
     Raises TypeError or ValueError for anything else.
     """
-    pair = (
-        tuple(batch)
-        if isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1)
-        else ()
-    )
+    rows = isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1)
+    pair = tuple(batch) if rows else ()
     if len(pair) != 2:
         raise TypeError(
             f"a batch is {in_words(batch)}: expected (inputs, targets), with the samples along "
@@ -154,10 +145,9 @@ def number_of_values(tree: Batch) -> int:
     """
     checksum = 0
     for t in tensors_of(tree):
-        if t.is_meta:  # it has no values
-            continue
-        copied = t.detach().contiguous().cpu()
-        checksum = zlib.crc32(raw_memory(copied), checksum)
+        if not t.is_meta:  # which has no values
+            copied = t.detach().contiguous().cpu()
+            checksum = zlib.crc32(raw_memory(copied), checksum)
     return checksum
 
 
@@ -177,14 +167,10 @@ def in_words(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if not isinstance(value, Mapping | tuple | list):
         return "None" if value is None else f"a {type(value).__name__}"
-    entries = list(value)
+    keys, entries = isinstance(value, Mapping), list(value)
     words = [
-        repr(entry)
-        if isinstance(value, Mapping)
-        else in_words(entry)
-        if isinstance(entry, Tensor)
-        else type(entry).__name__
-        for entry in entries[:4]
+        repr(e) if keys else in_words(e) if isinstance(e, Tensor) else type(e).__name__
+        for e in entries[:4]
     ]
     more = ", …" if len(entries) > 4 else ""
     return f"a {type(value).__name__} of {', '.join(words) or 'nothing'}{more}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +91,35 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
     need_numbers(trainer, "resume")
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
-        content = read_checkpoint(path)
-        check_state(content["model"], trainer)
+        with open(path, "rb") as file:
+            try:  # nothing in the file is executed
+                content = torch.load(file, map_location="cpu", weights_only=True)
+                if content["format"] != FORMAT or not content.keys() >= FIELDS:
+                    raise ValueError("it holds something else")
+            except Exception as error:  # torch's unpickler raises anything on foreign bytes
+                raise ValueError(
+                    f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was "
+                    f"expected), or it is incomplete: {error}"
+                ) from error
+        entries, names = trainer.layout.entries, trainer.state
+        here = {key: tuple(entries[name].shape) for key, name in names.items() if name is not None}
+        there = {
+            key: tuple(getattr(t, "shape", ()))
+            for key, t in content["model"].items()
+            if names.get(key, key) is not None
+        }
+        for key in dict.fromkeys([*here, *there]):
+            if here.get(key) != there.get(key):
+                raise ValueError(
+                    f"the checkpoint is another model's: {key!r} has shape "
+                    f"{there.get(key, 'none')} there and {here.get(key, 'none')} here"
+                )
         if scheduler is not None and content.get("scheduler") is None:
             raise ValueError(
                 f"{path} has no scheduler's state: expected a file that save(…, scheduler=…) wrote"
             )
-        return (
-            content,
-            trainer.sharded_optimizer.state_to_load(content["optimizer"]),
-            History(**content["history"]),
-        )
+        optimizer = trainer.sharded_optimizer.state_to_load(content["optimizer"])
+        return content, optimizer, History(**content["history"])
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
     tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
@@ -112,7 +129,16 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
         f"the ranks read different contents from {path}",
         "expected one file, or copies of it",
     )
-    load_model(trainer, content["model"])
+    parts, others = trainer.parts, {}
+    with torch.no_grad():
+        for key, value in content["model"].items():
+            name = trainer.state.get(key)
+            if name is None:
+                others[key] = value
+            elif name in parts:
+                parts[name].copy_(trainer.layout.cut(name, value))
+    trainer.model.load_state_dict(others, strict=False)
+    trainer.gradient_sync.publish()
     trainer.optimizer.load_state_dict(optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
@@ -120,20 +146,6 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
         trainer.gradient_sync.scale = content["loss_scale"]
     trainer.steps, trainer.history = content["steps"], history
     return trainer.steps
-
-
-@torch.no_grad()
-def load_model(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Give every rank its part of a whole model's state."""
-    parts = trainer.parts
-    trainer.model.load_state_dict(
-        {key: value for key, value in state.items() if trainer.state.get(key) is None}, strict=False
-    )
-    for key, value in state.items():
-        name = trainer.state.get(key)
-        if name in parts:
-            parts[name].copy_(trainer.layout.cut(name, value))
-    trainer.gradient_sync.publish()
 
 
 def refuse_parts(trainer: Trainer) -> None:
@@ -182,35 +194,6 @@ def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
         if isinstance(error, RuntimeError):  # torch's error for a full disk
             raise OSError(f"{path} could not be written: {error}") from error
         raise
-    if os.name == "posix":  # the folder's entry is on disk only when the folder is
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
-    """Read what `write_checkpoint` wrote, onto the CPU. Nothing in the file is executed.
-
-    Raises OSError if there is nothing to read, ValueError for a file that is not such a checkpoint,
-    or not all of one.
-    """
-    with open(path, "rb") as file:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-            if (
-                not isinstance(content, dict)
-                or content.get("format") != FORMAT
-                or not content.keys() >= FIELDS
-            ):
-                raise ValueError("it holds something else")
-        except Exception as error:  # torch's unpickler raises anything on foreign bytes
-            raise ValueError(
-                f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was "
-                f"expected), or it is incomplete: {error}"
-            ) from error
-    return content
 
 
 def check_place(path: str | os.PathLike) -> None:
@@ -222,18 +205,3 @@ def check_place(path: str | os.PathLike) -> None:
         raise FileNotFoundError(f"there is no folder {path.parent}: create it first")
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"the folder {path.parent} can't be written to")
-
-
-def check_state(state: Mapping[str, Any], trainer: Trainer) -> None:
-    """Raise ValueError if the names and shapes in a model's state are not those of the
-    trainer's whole model.
-    """
-    entries, names = trainer.layout.entries, trainer.state
-    here = {key: tuple(entries[name].shape) for key, name in names.items() if name is not None}
-    there = {k: tuple(getattr(t, "shape", ())) for k, t in state.items() if names.get(k, k)}
-    for key in dict.fromkeys([*here, *there]):
-        if here.get(key) != there.get(key):
-            raise ValueError(
-                f"the checkpoint is another model's: {key!r} has shape {there.get(key, 'none')} "
-                f"there and {here.get(key, 'none')} here"
-            )

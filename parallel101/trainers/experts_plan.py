@@ -38,20 +38,32 @@ class ExpertsAxis(Axis):
     def __init__(self, model: nn.Module, axes: Axes, options: Options):
         named = {name: module for name, module in model.named_modules() if name}
         ranks, self.axes, patterns = axes.sizes["ep"], axes, options.experts_plan
+        matched = {name for p in patterns for name in names_of(p, list(named))}
         if not patterns:
-            chosen = [name for name in named if name.rpartition(".")[2] == EXPERTS]
-            if not chosen:
-                raise ValueError(
-                    f"the mesh has an axis ep, but {type(model).__name__} has no module named "
-                    '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
-                )
-        else:
-            matched = {name for p in patterns for name in names_of(p, list(named))}
-            chosen = [name for name in named if name in matched]
+            matched = {name for name in named if name.rpartition(".")[2] == EXPERTS}
+        if not matched:
+            raise ValueError(
+                f"the mesh has an axis ep, but {type(model).__name__} has no module named "
+                '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
+            )
+        chosen = [name for name in named if name in matched]
         chosen = [name for name in chosen if not any(name.startswith(f"{n}.") for n in chosen)]
         self.sizes, self.placements = {}, {}
         for name in chosen:
-            count = check_experts(name, named[name], ranks)
+            counts = {p.shape[0] if p.dim() else 0 for p in named[name].parameters()}
+            what = f"{name!r} ({type(named[name]).__name__})"
+            if len(counts) != 1 or next(named[name].buffers(), None) is not None:
+                raise ValueError(
+                    f"{what} can't be dealt out over ep: its parameters have {sorted(counts)} "
+                    "entries along dim 0. Expected one entry for each expert in all of them, and "
+                    "no buffers"
+                )
+            (count,) = counts
+            if count < ranks:
+                raise ValueError(
+                    f"{what} has {count} experts, too few for {ranks} ranks along ep: expected at "
+                    "least one per rank (ranks may have different numbers)"
+                )
             self.sizes[name] = tuple(split_sizes(count, ranks))
             for of_module, _ in named[name].named_parameters(prefix=name):
                 self.placements[of_module] = Shard(0, self.sizes[name])
@@ -70,21 +82,3 @@ class ExpertsAxis(Axis):
     def describe(self) -> Iterator[str]:
         for name, sizes in self.sizes.items():
             yield f"{name}: {' + '.join(map(str, sizes))} experts along ep"
-
-
-def check_experts(name: str, module: nn.Module, ranks: int) -> int:
-    """Return the number of the module's experts. Raises ValueError if they can't be dealt out."""
-    counts = {p.shape[0] if p.dim() else 0 for p in module.parameters()}
-    what = f"{name!r} ({type(module).__name__})"
-    if len(counts) != 1 or next(module.buffers(), None) is not None:
-        raise ValueError(
-            f"{what} can't be dealt out over ep: its parameters have {sorted(counts)} entries "
-            "along dim 0. Expected one entry for each expert in all of them, and no buffers"
-        )
-    (count,) = counts
-    if count < ranks:
-        raise ValueError(
-            f"{what} has {count} experts, too few for {ranks} ranks along ep: expected at least "
-            "one per rank (ranks may have different numbers)"
-        )
-    return count

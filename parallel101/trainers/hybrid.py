@@ -32,7 +32,6 @@ from parallel101.trainers.options import (
     LossFn,
     OptimizerFn,
     Options,
-    check_loss_fn,
     check_model,
     check_names,
     loss_over,
@@ -167,8 +166,7 @@ class HybridTrainer:
         given = Options(**options)
         self.axes = axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
         given.check_axes(axes)
-        check_loss_fn(loss_fn)
-        self.device = check_model(model)
+        self.device = check_model(model, loss_fn)
         self.precision = choose_precision(given, self.device)
         recomputed = modules_to_recompute(given.recompute, model)
         stages, *cutting = other_axes(model, loss_fn, axes, given)

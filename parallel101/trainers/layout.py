@@ -295,7 +295,16 @@ class Layout:
         """Yield a line for each way in which parameters are placed."""
         ways: dict[str, list[str]] = {}
         for name, entry in self.entries.items():
-            words = [_in_words(axis, placement) for axis, placement in entry.placements.items()]
+            words = []
+            for axis, placement in entry.placements.items():
+                match placement:
+                    case Stages(positions):
+                        numbers = ", ".join(map(str, positions))
+                        words.append(f"on stage{'s' * (len(positions) > 1)} {numbers} over {axis}")
+                    case Shard(dim):
+                        words.append(f"sharded along dim {dim} over {axis}")
+                    case Pieces(axes=axes):
+                        words.append(f"in flat pieces over {' and '.join(axes)}")
             ways.setdefault(" and ".join(words) or "replicated", []).append(name)
         for how, names in ways.items():
             yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"
@@ -325,14 +334,3 @@ def state_names(model: nn.Module) -> dict[str, str | None]:
     """
     names = {id(t): name for name, t in tensors_of_state(model).items()}
     return {key: names.get(id(t)) for key, t in model.state_dict(keep_vars=True).items()}
-
-
-def _in_words(axis: str, placement: Placement) -> str:
-    match placement:
-        case Stages(positions):
-            numbers = ", ".join(map(str, positions))
-            return f"on stage{'s' * (len(positions) > 1)} {numbers} over {axis}"
-        case Shard(dim):
-            return f"sharded along dim {dim} over {axis}"
-        case Pieces(axes=axes):
-            return f"in flat pieces over {' and '.join(axes)}"

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from parallel101.collectives.meta_device import number_in
-from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batches import (
     Batch,
     check_pair,
@@ -29,7 +28,6 @@ from parallel101.trainers.batches import (
     number_of_shape,
     number_of_values,
 )
-from parallel101.trainers.layout import Axes
 from parallel101.trainers.options import LossFn, Trainer
 
 # ── shares, before the first message of a step ──
@@ -52,7 +50,12 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
                 "loss_fn is None, so the model returns its loss: expected step(inputs), without "
                 "separate targets"
             )
-        check_frozen(trainer)
+        for name, p in trainer.local.items():
+            if p.requires_grad and name not in trainer.trained:
+                raise ValueError(
+                    f"{name!r} was frozen when the trainer was built, and now requires a gradient: "
+                    "build a new trainer for it"
+                )
         for check in trainer.checks:
             check(inputs, targets)
         values = number_of_values((inputs, targets)) if several else 0
@@ -85,19 +88,6 @@ def check_shares(trainer: Trainer, inputs: Batch, targets: Batch) -> int:
             f"{why}: leave such a batch out, or use fewer ranks"
         )
     return total
-
-
-def check_frozen(trainer: Trainer) -> None:
-    """Raise ValueError for a parameter that was frozen when the trainer was built, and is not any
-    more.
-    """
-    trained = set(trainer.trained)
-    for name, p in trainer.local.items():
-        if p.requires_grad and name not in trained:
-            raise ValueError(
-                f"{name!r} was frozen when the trainer was built, and now requires a gradient: "
-                "build a new trainer for it"
-            )
 
 
 # ── losses ──
@@ -133,8 +123,11 @@ class Losses:
         if self.keep == len(self.parts):
             self.kept = map_tensors(lambda t: t.detach().clone(), (outputs, targets))
         loss, weight = loss_and_weight(self.loss_fn, outputs, targets)
-        if self.training:
-            check_depends(loss)
+        if self.training and not loss.requires_grad:
+            raise ValueError(
+                "the loss doesn't depend on any trained weight: was it detached, made of whole "
+                "numbers (argmax), or computed under torch.no_grad()?"
+            )
         if weight is None:
             loss = loss * (samples * self.part / self.samples)
         else:
@@ -162,7 +155,7 @@ class NoTargets(ValueError):
 
 
 def agree_on_loss(
-    losses: Losses, unused: int, step: int, axes: Axes, agree: Agreement
+    trainer: Trainer, losses: Losses, unused: int
 ) -> tuple[float, float | None, bool]:
     """Return the loss of the whole batch, the same float on every rank, the weight by which to
     divide gradients (None: they are of the mean already), and whether a rank's samples left out a
@@ -174,6 +167,7 @@ def agree_on_loss(
     Raises, on every rank, FloatingPointError if one rank's loss is not finite, and NoTargets if
     no target counts.
     """
+    agree, step = trainer.agree, trainer.steps
     parts, weights, counts = agree.numbers(losses.sum(), losses.weight(), unused)
     broken = {rank: part for rank, part in zip(agree.ranks, parts) if not math.isfinite(part)}
     if broken:
@@ -183,7 +177,7 @@ def agree_on_loss(
             "Look at that rank's samples (a mean over no targets is nan: loss_fn may return a sum "
             "and its weight), or lower the learning rate, or set clip_norm"
         )
-    once = axes.without_tp
+    once = trainer.axes.without_tp
     loss, weight = math.fsum(parts[i] for i in once), None
     if max(weights) >= 0:
         weight = math.fsum(max(weights[i], 0.0) for i in once)
@@ -216,35 +210,20 @@ def loss_and_weight(
     weight = None
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, given = loss
-        if isinstance(given, Tensor) and given.requires_grad:
-            raise ValueError(
-                "the weight of the loss needs a gradient, but the sum is divided by it as by a "
-                "plain number: expected (sum of losses, their weight) with weight.detach(), or "
-                "their mean"
-            )
         weight = float(given)
-        if not weight >= 0:
+        if not weight >= 0 or (isinstance(given, Tensor) and given.requires_grad):
             raise ValueError(
-                f"the loss has the weight {weight}: expected (sum of losses, their weight), a "
-                "weight of 0 or more"
+                f"the loss has the weight {given}: expected (sum of losses, their weight), a "
+                "number of 0 or more that needs no gradient (weight.detach()), since gradients "
+                "are divided by it; or their mean"
             )
     if not isinstance(loss, Tensor) or loss.dim():
-        who = "loss_fn returned"
-        expected = "the mean over the samples, a tensor without dims, or (sum, weight)"
+        who, expected = "loss_fn returned", "the mean over the samples, a tensor without dims"
         if loss_fn is None:
             who = "loss_fn is None, and the model's loss is"
             expected = "a model that returns its loss, or outputs with a loss"
-            expected += "; or pass loss_fn=lambda outputs, targets: …"
         what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
-        raise ValueError(f"{who} {what}: expected {expected}")
-    return loss, weight
-
-
-def check_depends(loss: Tensor) -> None:
-    """Raise ValueError if backward could not begin."""
-    if not loss.requires_grad:
         raise ValueError(
-            "the loss doesn't depend on any trained weight: was it detached, made of whole "
-            "numbers (argmax), or computed under "
-            "torch.no_grad()?"
+            f"{who} {what}: expected {expected}, or loss_fn=lambda outputs, targets: (sum, weight)"
         )
+    return loss, weight

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -258,25 +258,18 @@ class Count:
     @contextmanager
     def naming(self, names: Mapping[nn.Module, str]) -> Iterator[None]:
         """Keep the names of the modules that compute in `modules` inside, the innermost last."""
-        handles = [
-            hook
-            for module, name in names.items()
-            for hook in (
-                module.register_forward_pre_hook(partial(self.enter, name)),
-                module.register_forward_hook(self.leave, always_call=True),
-            )
-        ]
-        try:
+
+        def enter(name: str, *_: Any) -> None:
+            self.modules.append(name)
+
+        def leave(*_: Any) -> None:
+            self.modules.pop()
+
+        with ExitStack() as hooks:
+            for module, name in names.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def enter(self, name: str, *_: Any) -> None:
-        self.modules.append(name)
-
-    def leave(self, *_: Any) -> None:
-        self.modules.pop()
 
     # ── what is saved ──
 

@@ -77,15 +77,3 @@ def order_of(model: nn.Module) -> list[nn.Module] | None:
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return list(model)
     return sequence_of(model)
-
-
-def entries_of(model: nn.Module) -> list[nn.Module]:
-    """Return the same. Raises ValueError if the model doesn't tell."""
-    if (entries := order_of(model)) is not None:
-        return entries
-    raise ValueError(
-        f"a {type(model).__name__} can't be cut into pipeline stages: expected an "
-        "nn.Sequential without a forward of its own, or a model "
-        "with a method .sequence() that returns the modules whose composition is its forward, "
-        "in order"
-    )

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from parallel101.trainers.tensor.plan import TensorPlan
 
 EXPERTS = "experts"  # the style of modules that ep cuts, and their usual name
-CONTEXTS = ("zigzag", "contiguous", "ulysses")
 
 
 def expect(
@@ -85,8 +84,8 @@ class Options:
         expect("clip_norm", clip, right, "the largest norm that the gradients may have, or None")
         right = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         expect("autocast", dtype, right, "a floating-point dtype such as torch.bfloat16, or None")
-        ways = f"one of {', '.join(map(repr, CONTEXTS))}"
-        expect("context", self.context, self.context in CONTEXTS, ways)
+        ways = "one of 'zigzag', 'contiguous', 'ulysses'"
+        expect("context", self.context, self.context in ("zigzag", "contiguous", "ulysses"), ways)
         right = isinstance(self.verify, int) and self.verify >= 0
         expect("verify", self.verify, right, "True, False, or how many steps to compare")
         right = self.sequence_parallel or not self.regather
@@ -149,22 +148,12 @@ def check_names(trainer: object, options: Mapping[str, Any], names: Sequence[str
 
 def takes(constructor: Callable[..., None], names: Iterable[str], **defaults: Any) -> None:
     """Let help() and editors show these options as arguments of a constructor(…, **options)."""
-    signature = inspect.signature(constructor)
-    options = {field.name: field for field in fields(Options)}
-    constructor.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[
-            *list(signature.parameters.values())[:-1],
-            *(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=defaults.get(name, options[name].default),
-                    annotation=options[name].type,
-                )
-                for name in names
-            ),
-        ]
-    )
+    options = inspect.signature(Options).parameters
+    own = [*inspect.signature(constructor).parameters.values()][:-1]
+    for name in names:
+        default = defaults.get(name, options[name].default)
+        own.append(options[name].replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default))
+    constructor.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
 
 
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
@@ -181,21 +170,18 @@ def mark_as_cut(model: nn.Module) -> None:
         object.__setattr__(module, CUT, True)
 
 
-def check_loss_fn(loss_fn: Any) -> None:
-    """Raise TypeError unless it is a function or None."""
+def check_model(model: Any, loss_fn: Any) -> torch.device:
+    """Return the device that the model is on.
+
+    Raises TypeError or ValueError for a model that can't be trained, or a loss_fn that is neither a
+    function nor None.
+    """
     right = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
     expected = (
         "a function of (outputs, targets) that returns their mean loss, such as "
         "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
     )
     expect("loss_fn", loss_fn, right, expected, TypeError)
-
-
-def check_model(model: Any) -> torch.device:
-    """Return the device that the model is on.
-
-    Raises TypeError or ValueError for a model that can't be trained.
-    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model={model!r}: expected an nn.Module that has been built, such as MLP([4, 8, 4])"

@@ -101,28 +101,26 @@ def recompute_in_backward(module: nn.Module, name: str) -> None:
     """Replace the module's forward with one that keeps only its inputs."""
     inner = module.forward
 
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Return the contexts of a forward and of its repetition: that has those of the forward, so
+        that its layers keep the same tensors.
+        """
+        around = getattr(_thread, "around", nullcontext)
+        return nullcontext(), nested([partial(span, "recompute", module=name), around])
+
+    def buffers_now() -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in module.buffers()]
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        before, contexts = buffers_now(module), partial(around, name)
+        before = buffers_now()
         y = checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        if buffers_now(module) != before:
+        if buffers_now() != before:
             raise RuntimeError(f"the forward of {name!r} {TWICE}")
         return y
 
     module.forward = forward
-
-
-def around(name: str) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the context managers for a forward and for its repetition."""
-    return nullcontext(), again(name, getattr(_thread, "around", nullcontext))
-
-
-@contextmanager
-def again(name: str, around: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Run a repetition in the contexts that the forward had: its layers keep the same tensors."""
-    with span("recompute", module=name), around():
-        yield
 
 
 @contextmanager
@@ -135,7 +133,3 @@ def and_its_repetitions(around: Callable[[], AbstractContextManager]) -> Iterato
             yield
     finally:
         _thread.around = before
-
-
-def buffers_now(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(buffer), buffer._version) for buffer in module.buffers()]

@@ -70,9 +70,7 @@ def compute_gradients(trainer: Trainer, inputs: Batch, targets: Batch, total: in
             parts = {name: trainer.owned[name] for name in names if name in trainer.owned}
             if parts:  # along tp as the layers' sums are
                 sum_gradients(parts, group, "direct" if group.axis == "tp" else "auto")
-    loss, weight, some_unused = agree_on_loss(
-        losses, len(unused), trainer.steps, trainer.axes, trainer.agree
-    )
+    loss, weight, some_unused = agree_on_loss(trainer, losses, len(unused))
     left_out = reached_by_none(trainer, unused) if some_unused else set()
     trainer.reached = [name for name in trainer.trained if name not in left_out]
     for name, p in trainer.owned.items():

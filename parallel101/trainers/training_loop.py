@@ -14,8 +14,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,14 +99,30 @@ def fit(
         progress: show the bar (on the first rank only).
     """
     need_numbers(trainer, "fit")
-    check_fit(batches, until, save_to, save_every, on_step)
+    endless, often = callable(batches), save_every is not None
+    expected = "batches (inputs, targets), or a function that returns the batch of a step"
+    expect("batches", batches, endless or isinstance(batches, Iterable), expected, TypeError)
+    right = not endless if until is None else isinstance(until, int) and until >= 0
+    expected = "the total number of steps, 0 or more, or None if batches end. A function of the "
+    expect("until", until, right, f"{expected}step would never end: pass until=")
+    right = not often or (isinstance(save_every, int) and save_every >= 1)
+    expect("save_every", save_every, right, "a number of steps, 1 or more")
+    expect("save_to", save_to, not often or save_to is not None, "a file, for save_every")
+    expected = "a function of a step, such as lambda step: print(step.loss)"
+    expect("on_step", on_step, on_step is None or callable(on_step), expected, TypeError)
+    first = trainer.position == 0
     if save_to is not None:
-        trainer.agree.all_or_none(
-            f"save to {save_to}", lambda: check_place(save_to) if trainer.position == 0 else None
-        )
+        check = partial(check_place, save_to) if first else bool
+        trainer.agree.all_or_none(f"save to {save_to}", check)
+
     stream = map(batches, itertools.count(trainer.steps)) if callable(batches) else iter(batches)
-    saved = trainer.steps
-    with progress_bar(trainer, batches, until, progress) as bar:
+    saved = began_at = trainer.steps
+    length = began_at + len(batches) if isinstance(batches, Sized) else None
+    total = min((n for n in (until, length) if n is not None), default=None)
+    bar = tqdm(
+        total=total, initial=began_at, desc="fit", unit="step", disable=not (progress and first)
+    )
+    with bar:
         while until is None or trainer.steps < until:
             batch: Any = next(stream, END)
             if batch is END:
@@ -118,13 +135,10 @@ def fit(
                 SAME_BATCH,
             )
             loss = take_step(trainer, *share(trainer, (inputs, targets)))
-            step = StepResult(
-                trainer.steps - 1,
-                loss,
-                time.perf_counter() - began,
-                count_samples(inputs),
-                tokens_in(inputs),
-            )
+            seconds, tokens = time.perf_counter() - began, tensors_of(inputs)[0]
+            text = not tokens.is_floating_point() and tokens.dim() >= 2  # whole numbers in rows
+            count = tokens.numel() if text else 0
+            step = StepResult(trainer.steps - 1, loss, seconds, count_samples(inputs), count)
             trainer.history.add(step)
             if scheduler is not None:
                 scheduler.step()
@@ -138,13 +152,6 @@ def fit(
     if save_to is not None and saved < trainer.steps:
         save(trainer, save_to, scheduler=scheduler)
     return trainer.history
-
-
-def progress_bar(trainer: Trainer, batches: Any, until: int | None, progress: bool) -> tqdm:
-    length = trainer.steps + len(batches) if hasattr(batches, "__len__") else None
-    total = min((n for n in (until, length) if n is not None), default=None)
-    hidden = not progress or trainer.position != 0
-    return tqdm(total=total, initial=trainer.steps, desc="fit", unit="step", disable=hidden)
 
 
 @torch.no_grad()
@@ -167,9 +174,9 @@ def evaluate(trainer: Trainer, batches: Iterable[Batch]) -> float:
             if idle:
                 x, y = map_tensors(lambda t: t[:1].to(trainer.device), whole)
             with span("evaluate"):
-                of_batch = evaluate_share(trainer, x, y)
-            of_batch = (0.0, 0.0) if idle else of_batch
-            total, weight = total + of_batch[0], weight + of_batch[1]
+                sums = evaluate_share(trainer, x, y)
+            if not idle:
+                total, weight = total + sums[0], weight + sums[1]
     totals, weights = trainer.agree.numbers(total, weight)
     if not sum(weights):
         raise ValueError("evaluate() was given no batches, or no targets that count")
@@ -208,30 +215,3 @@ def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     finally:
         for module in training:  # and no other: some may be frozen
             module.training = True
-
-
-def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: Any) -> None:
-    """Raise TypeError or ValueError for arguments with which `fit` could not begin or would
-    never end.
-    """
-    endless, often = callable(batches), save_every is not None
-    expected = "batches (inputs, targets), or a function that returns the batch of a step"
-    expect("batches", batches, endless or isinstance(batches, Iterable), expected, TypeError)
-    if endless and until is None:
-        raise ValueError(
-            "batches is a function of the step, so it would never end: pass until=, the total "
-            "number of steps"
-        )
-    right = until is None or (isinstance(until, int) and until >= 0)
-    expect("until", until, right, "the total number of steps, 0 or more, or None")
-    right = not often or (isinstance(save_every, int) and save_every >= 1)
-    expect("save_every", save_every, right, "a number of steps, 1 or more")
-    expect("save_to", save_to, not often or save_to is not None, "a file, for save_every")
-    expected = "a function of a step, such as lambda step: print(step.loss)"
-    expect("on_step", on_step, on_step is None or callable(on_step), expected, TypeError)
-
-
-def tokens_in(inputs: Batch) -> int:
-    """Return the number of tokens: whole numbers in rows are text."""
-    tokens = tensors_of(inputs)[0]
-    return 0 if tokens.is_floating_point() or tokens.dim() < 2 else tokens.numel()

@@ -124,7 +124,7 @@ ALONE = {
     r"TypeError: .*a tensor of shape \(\): expected": fit([(X, torch.tensor(1.0))]),
     "inputs have 6 samples along dim 0 and targets 5": fit([(X, Y[:5])]),
     "TypeError: batches=None: expected batches": fit(None),
-    "would never end: pass until=": fit(lambda step: (X, Y)),
+    "until=None: .*would never end: pass until=": fit(lambda step: (X, Y)),
     "until=-1: expected the total number of steps": fit(lambda step: (X, Y), until=-1),
     "until='3'": fit(lambda step: (X, Y), until="3"),
     "save_to=None: expected a file, for save_every": fit([(X, Y)], save_every=5),

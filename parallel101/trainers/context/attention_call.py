@@ -102,41 +102,18 @@ def checked(
     scale: float | None,
     seconds_per_pair: float,
 ) -> tuple[Sequence[Tensor], AttentionCall]:
-    """Return q, k and v in one dtype, and the rest of the call.
+    """Return q, k and v in one dtype, under autocast in its dtype (as scaled_dot_product_attention
+    has them), and the rest of the call.
 
     Without `sizes` the ranks tell each other their time. Raises TypeError or ValueError.
     """
-    members, tensors = group_of(group), in_one_dtype(tensors)
-    check_tensors(*tensors)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r}: expected True or False. Other masks aren't supported")
-    q = tensors[0]
-    if members.position is not None:
-        if sizes is None:
-            time = torch.tensor([q.shape[2]], device=numbers_device(q.device))
-            with wait_span("lengths"):
-                sizes = all_gather(time, group=members).tolist()
-        sizes = sizes_of(sizes, members)
-        check_sizes(sizes, layout, q, members.position)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return tensors, AttentionCall(
-        members, list(sizes or ()), causal, layout, scale, seconds_per_pair
-    )
-
-
-def in_one_dtype(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return q, k and v, under autocast in its dtype, as scaled_dot_product_attention has them."""
     for x in tensors:
-        tensor_of(x)
-    device = numbers_device(tensors[0].device).type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-    return tensors
-
-
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError or ValueError unless q, k and v fit each other."""
+        tensor_of(x)  # or it raises
+    members, device = group_of(group), numbers_device(tensors[0].device)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        tensors = [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    q, k, v = tensors
     given = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v)))
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     if not alike or not q.is_floating_point():
@@ -151,18 +128,27 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "of this rank's part of the time in all three, and heads that are a multiple of the kv "
             "heads"
         )
-
-
-def check_sizes(sizes: list[int], layout: str, q: Tensor, position: int) -> None:
-    """Raise ValueError unless each rank has its part of the time: any part, if contiguous."""
-    check_layout(layout, sum(sizes), len(sizes))
-    expected = sizes if layout == "contiguous" else time_sizes(sum(sizes), len(sizes), layout)
-    if sizes != expected or not min(sizes) or sizes[position] != q.shape[2]:
-        raise ValueError(
-            f"the ranks have {sizes} of {sum(sizes)} positions, and q of position {position} has "
-            f"the shape {tuple(q.shape)}: expected at least one position on each rank, in the "
-            f'layout "{layout}" {expected}, as p101.context_positions gives them'
-        )
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r}: expected True or False. Other masks aren't supported")
+    of_ranks: list[int] = []
+    if (position := members.position) is not None:
+        if sizes is None:
+            with wait_span("lengths"):
+                time = torch.tensor([q.shape[2]], device=device)
+                sizes = all_gather(time, group=members).tolist()
+        of_ranks = sizes_of(sizes, members)
+        check_layout(layout, sum(of_ranks), members.size)
+        # any part of the time, if contiguous
+        contiguous, time_here = layout == "contiguous", q.shape[2]
+        right = of_ranks if contiguous else time_sizes(sum(of_ranks), members.size, layout)
+        if of_ranks != right or not min(of_ranks) or of_ranks[position] != time_here:
+            raise ValueError(
+                f"the ranks have {of_ranks} of {sum(of_ranks)} positions, and q of position "
+                f"{position} has the shape {tuple(q.shape)}: expected at least one position on "
+                f'each rank, in the layout "{layout}" {right}, as p101.context_positions gives them'
+            )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return (q, k, v), AttentionCall(members, of_ranks, causal, layout, scale, seconds_per_pair)
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:

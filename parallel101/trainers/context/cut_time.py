@@ -52,13 +52,13 @@ class ContextAxis(Axis):
     def __init__(self, model: nn.Module, stages: OneStage, axes: Axes, options: Options):
         self.group, self.position, self.way = axes.along(["cp"]), axes.here["cp"], options.context
         self.attention, self.layout = WAYS[self.way]
-        self.signature = signature_of(stages.entries(model)[0])
+        self.signature = signature_of(stages.sequence[0])
         self.name_of_positions = positions_in(self.signature)
         self.sizes: list[int] = []  # of the ranks' parts of the time, in this step
         self.here = torch.empty(0)  # the positions of this rank, (time,)
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
-        for module in stages.entries(model)[1:]:
+        for module in stages.sequence[1:]:
             if (name := positions_in(signature_of(module))) is not None:
                 module.register_forward_pre_hook(partial(self.to_module, name), with_kwargs=True)
 
@@ -84,17 +84,14 @@ class ContextAxis(Axis):
         self.sizes = time_sizes(time, self.group.size, self.layout)
         here = local_positions(time, self.group.size, self.position, self.layout, first.device)
         self.here = here
-        whole = self.with_positions(inputs, torch.arange(time, device=first.device), samples)
-        local = map_tensors(lambda t: t.index_select(TIME, here), (whole, targets))
+        if (name := self.name_of_positions) is not None:
+            if not isinstance(inputs, Mapping):
+                given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+                inputs = self.signature.bind(*given).arguments
+            positions = torch.arange(time, device=first.device).expand(samples, -1)
+            inputs = {name: positions, **inputs}
+        local = map_tensors(lambda t: t.index_select(TIME, here), (inputs, targets))
         return *local, len(here) / time
-
-    def with_positions(self, inputs: Batch, positions: Tensor, samples: int) -> Batch:
-        if self.name_of_positions is None:
-            return inputs
-        if not isinstance(inputs, Mapping):
-            given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-            inputs = self.signature.bind(*given).arguments
-        return {self.name_of_positions: positions.expand(samples, -1), **inputs}
 
     def to_module(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Add the positions to the arguments of a module that is called with activations alone."""

@@ -47,31 +47,31 @@ def ulysses_attention(
     (q, k, v), call = checked((q, k, v), group, causal, layout, sizes, scale, seconds_per_pair)
     if not call.takes_part:
         return q.new_empty(0)
-    check_heads(q, k, call)
+    n, heads, kv_heads = call.group.size, q.shape[HEADS], k.shape[HEADS]
+    if heads % n or kv_heads % n:
+        raise ValueError(
+            f"ulysses_attention: {heads} heads of q and {kv_heads} of k and v over {n} ranks: "
+            "expected a number of ranks that divides both. Use fewer ranks, or ring_attention"
+        )
     q, k, v = (
         in_order(all_to_all(x, HEADS, TIME, group=call.group, concat_sizes=call.sizes), call)
         for x in (q, k, v)
     )
-    y = whole_attention(q, k, v, call)
-    return all_to_all(by_rank(y, call), TIME, HEADS, group=call.group, split_sizes=call.sizes)
-
-
-def whole_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-    """Compute torch's attention over the whole time, recorded as that of one block."""
-    time, grouped = q.shape[TIME], q.shape[HEADS] != k.shape[HEADS]
+    time = q.shape[TIME]
     pairs = time * (time + 1) // 2 if call.causal else time * time
     with computing(pairs, None, q, call):
         y = scaled_dot_product_attention(
-            q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
+            q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=heads != kv_heads
         )
+
+    def pass_time(_: Tensor) -> None:
+        """Record the backward, before torch computes it."""
+        with computing(pairs, None, q, call, backward=True):
+            pass
+
     if y.requires_grad:
-        y.register_hook(lambda _: pass_time(pairs, q, call))  # called before torch's backward
-    return y
-
-
-def pass_time(pairs: int, q: Tensor, call: AttentionCall) -> None:
-    with computing(pairs, None, q, call, backward=True):
-        pass
+        y.register_hook(pass_time)
+    return all_to_all(by_rank(y, call), TIME, HEADS, group=call.group, split_sizes=call.sizes)
 
 
 def in_order(x: Tensor, call: AttentionCall) -> Tensor:
@@ -88,13 +88,3 @@ def order(call: AttentionCall, x: Tensor) -> Tensor:
     """Return the positions of rank 0, then those of rank 1, and so on."""
     time, n = sum(call.sizes), call.group.size
     return torch.cat([local_positions(time, n, rank, call.layout, x.device) for rank in range(n)])
-
-
-def check_heads(q: Tensor, k: Tensor, call: AttentionCall) -> None:
-    n = call.group.size
-    if q.shape[HEADS] % n or k.shape[HEADS] % n:
-        raise ValueError(
-            f"ulysses_attention: {q.shape[HEADS]} heads of q and {k.shape[HEADS]} of k and v over "
-            f"{n} ranks: expected a number of ranks that divides both. Use fewer ranks, or "
-            "ring_attention"
-        )

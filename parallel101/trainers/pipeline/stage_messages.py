@@ -92,12 +92,22 @@ class Messages:
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Begin to send it. Raises ScheduleError if it can't be sent, or has a new shape."""
-        receive = self.partners[action]
+        receive, spec = self.partners[action], (tuple(tensor.shape), tensor.dtype)
         key, to = self.key(receive), self.placement[receive.stage]
-        check_sendable(action, tensor, self.known.get(key))
+        possible = tensor.dtype in DTYPES and tensor.dim() <= MOST_DIMS
+        if not possible or self.known.get(key, spec) != spec:
+            before = " ".join(map(str, self.known.get(key, ())))
+            raise ScheduleError(
+                f"stage {action.stage} returned a tensor of shape {spec[0]} and {spec[1]} for "
+                f"microbatch {action.microbatch}{before and f', but {before} for an earlier one'}: "
+                f"expected floating-point activations of up to {MOST_DIMS} dims between two "
+                "stages, and a shape that depends only on the inputs' shape"
+            )
         if key not in self.known:  # of a gradient it is: the activation was announced
-            self.isend(action, header(tensor, numbers_device(self.device)), to)
-            self.known[key] = tuple(tensor.shape), tensor.dtype
+            rest = [0] * (MOST_DIMS - tensor.dim())
+            header = [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *rest]
+            self.isend(action, torch.tensor(header, device=numbers_device(self.device)), to)
+            self.known[key] = spec
         self.isend(action, tensor.contiguous(), to)
 
     def isend(self, action: Action, tensor: Tensor, to: int) -> None:
@@ -169,36 +179,6 @@ def activations(stage: int, y: Any) -> Tensor:
             "(layers_per_stage=), or let the stage's last module join what it returns (torch.cat)"
         )
     return y.detach()
-
-
-def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
-    """Raise ScheduleError for a tensor that can't travel between stages.
-
-    Args:
-        before: shape and dtype of an earlier microbatch of the same shape.
-    """
-    what = (
-        f"stage {action.stage} returned a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
-        f"for microbatch {action.microbatch}"
-    )
-    if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
-        raise ScheduleError(
-            f"{what}: expected floating-point activations of up to {MOST_DIMS} dims between two "
-            "stages"
-        )
-    if before is not None and (tuple(tensor.shape), tensor.dtype) != before:
-        raise ScheduleError(
-            f"{what}, but {before[0]} {before[1]} for an earlier one: expected a shape that "
-            "depends only on the inputs' shape"
-        )
-
-
-def header(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the header of a message: the number of dims, the dtype and the shape."""
-    rest = [0] * (MOST_DIMS - tensor.dim())
-    return torch.tensor(
-        [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *rest], device=device
-    )
 
 
 def acknowledged(

@@ -23,8 +23,8 @@ from parallel101.mesh import Group, split_sizes
 from parallel101.trainers.agreement import tensors_of
 from parallel101.trainers.axis import OneStage, Syncs
 from parallel101.trainers.layout import Axes, Stages
-from parallel101.trainers.model_layers import entries_of
-from parallel101.trainers.options import Options, check_model
+from parallel101.trainers.model_layers import order_of
+from parallel101.trainers.options import Options
 from parallel101.trainers.pipeline.stage_messages import Messages
 from parallel101.trainers.pipeline_parallel import Pipeline, Stage
 from parallel101.trainers.schedules.actions import with_messages
@@ -49,49 +49,52 @@ class PipelineStages(OneStage):
         self.schedule = schedule_for(
             options.schedule, axes.sizes["pp"], options.microbatches, options.chunks
         )
-        self.axes, self.device = axes, check_model(model)
+        self.axes, self.device = axes, next(p.device for p in model.parameters())
         self.microbatches = self.schedule.microbatches
         batched = comm_of(axes.along(["pp"]), self.device, "pipeline").batched
         self.schedule.check("nccl" if batched else "gloo")
         self.placement, here = self.schedule.placement, axes.here["pp"]
-        self.ranges = cut_points(model, len(self.placement), options.layers_per_stage)
-        self.on_stages = stages_of_names(model, self.ranges)
+        entries = order_of(model)
+        if entries is None:
+            raise ValueError(
+                f"a {type(model).__name__} can't be cut into pipeline stages: expected an "
+                "nn.Sequential without a forward of its own, or a model with a method .sequence() "
+                "that returns the modules whose composition is its forward, in order"
+            )
+        self.sequence = entries
+        self.ranges = cut_points(self.sequence, len(self.placement), options.layers_per_stage)
         first = {id(t): name for name, t in tensors_of(model)}  # of the names of a tied tensor
         all_names = tensors_of(model, remove_duplicate=False)
         self.first_name = {name: first[id(t)] for name, t in all_names}
         self.local = frozenset(s for s, position in self.placement.items() if position == here)
-        self.positions = {
-            name: sorted({self.placement[stage] for stage in stages})
-            for name, stages in self.on_stages.items()
-        }
-        if axes.sizes["pp"] > 1:
-            self.placements = {
-                name: Stages(tuple(positions)) for name, positions in self.positions.items()
-            }
-        if options.zero_stage == 3:
-            self.check_ties(model)
-        if axes.size(["ep"]) > 1:
-            why = f"a pipeline with experts needs one for each of {self.microbatches} microbatches"
-            self.least = self.microbatches, why
 
-    def check_ties(self, model: nn.Module) -> None:
-        """Raise ValueError if a weight is tied between two stages on one rank: ZeRO-3 gathers
-        weights stage by stage.
-        """
-        for name, p in model.named_parameters():
-            if p.requires_grad and len(self.positions[name]) < len(self.on_stages[name]):
+        parts = [nn.ModuleList(self.sequence[i] for i in numbers) for numbers in self.ranges]
+        used = [{id(t) for _, t in tensors_of(part)} for part in parts]
+        self.on_stages, self.positions = {}, {}
+        for name, t in tensors_of(model):
+            stages = [stage for stage, ids in enumerate(used) if id(t) in ids]
+            positions = sorted({self.placement[stage] for stage in stages})
+            if not stages:
+                raise ValueError(
+                    f"{name!r} is in no module of the model's sequence, so it would be on no "
+                    "stage: expected .sequence() to return all modules with parameters or buffers"
+                )
+            if options.zero_stage == 3 and t.requires_grad and len(positions) < len(stages):
                 raise ValueError(
                     f"{name!r} is tied between two stages on one rank, but zero_stage=3 "
                     "gathers weights stage by stage: expected a schedule with these stages on two "
                     "ranks, an untied model, or zero_stage=2"
                 )
-
-    def entries(self, model: nn.Module) -> list[nn.Module]:
-        return entries_of(model)
+            self.on_stages[name], self.positions[name] = stages, positions
+        if axes.sizes["pp"] > 1:
+            self.placements = {name: Stages((*where,)) for name, where in self.positions.items()}
+        if axes.size(["ep"]) > 1:
+            why = f"a pipeline with experts needs one for each of {self.microbatches} microbatches"
+            self.least = self.microbatches, why
 
     def names(self, model: nn.Module) -> set[str]:
-        entries, names = entries_of(model), {m: name for name, m in model.named_modules()}
-        here = [entries[number] for stage in self.local for number in self.ranges[stage]]
+        names = {m: name for name, m in model.named_modules()}
+        here = [self.sequence[number] for stage in self.local for number in self.ranges[stage]]
         return {names[entry] for entry in here if entry in names}
 
     def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
@@ -108,9 +111,8 @@ class PipelineStages(OneStage):
         """Make a part of the model of each of this rank's stages. The memory of all other
         parameters is freed; a tensor that is tied to one here stays tied.
         """
-        entries = entries_of(model)
         self.parts = {
-            s: Stage(OrderedDict((str(i), entries[i]) for i in self.ranges[s]))
+            s: Stage(OrderedDict((str(i), self.sequence[i]) for i in self.ranges[s]))
             for s in sorted(self.local)
         }
         kept = {id(t) for p in self.parts.values() for t in (*p.parameters(), *p.buffers())}
@@ -139,15 +141,14 @@ class PipelineStages(OneStage):
 
 
 def cut_points(
-    model: nn.Module, stages: int, layers_per_stage: Sequence[int] | None
+    entries: Sequence[nn.Module], stages: int, layers_per_stage: Sequence[int] | None
 ) -> list[range]:
     """Return, for each stage, its entries of the sequence.
 
     Raises ValueError for a model that can't be cut like that.
     """
-    entries = entries_of(model)
     with_parameters = [
-        number for number, entry in enumerate(entries) if next(entry.parameters(), None) is not None
+        i for i, entry in enumerate(entries) if any(True for _ in entry.parameters())
     ]
     if len(with_parameters) < stages:
         raise ValueError(
@@ -170,23 +171,3 @@ def cut_points(
             "and on each stage a module with parameters"
         )
     return parts
-
-
-def stages_of_names(model: nn.Module, ranges: Sequence[range]) -> dict[str, list[int]]:
-    """Return, for the name of each parameter and buffer, the stages that use it.
-
-    Args: ranges: for each stage, its entries of the sequence.
-    """
-    entries = entries_of(model)
-    parts = [nn.ModuleList(entries[number] for number in numbers) for numbers in ranges]
-    used = [{id(t) for _, t in tensors_of(part)} for part in parts]
-    on_stages = {
-        name: [stage for stage, ids in enumerate(used) if id(t) in ids]
-        for name, t in tensors_of(model)
-    }
-    if left_out := [name for name, stages in on_stages.items() if not stages]:
-        raise ValueError(
-            f"{min(left_out)!r} is in no module of the model's sequence, so it would be on no "
-            "stage: expected .sequence() to return all modules with parameters or buffers"
-        )
-    return on_stages

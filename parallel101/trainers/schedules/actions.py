@@ -152,7 +152,13 @@ def posted_ahead(actions: Sequence[Action], placement: Placement) -> Iterator[Ac
                 posted.add(receive)
                 yield receive
         yield action
-        yield from sends(action, placement)
+        if action.kind != "W":  # if another rank needs the result
+            send, here = (
+                action._replace(kind="SEND_F" if action.kind == "F" else "SEND_B"),
+                placement[action.stage],
+            )
+            if placement.get(partner(send).stage, here) != here:
+                yield send
 
 
 def receive_for(action: Action, placement: Placement) -> Action | None:
@@ -161,11 +167,3 @@ def receive_for(action: Action, placement: Placement) -> Action | None:
     if send is None or placement[send.stage] == placement[action.stage]:
         return None
     return partner(send)
-
-
-def sends(action: Action, placement: Placement) -> Iterator[Action]:
-    """Yield the send of what this action computes, if another rank needs it."""
-    if action.kind != "W":
-        send = action._replace(kind="SEND_F" if action.kind == "F" else "SEND_B")
-        if placement.get(partner(send).stage, placement[action.stage]) != placement[action.stage]:
-            yield send

@@ -18,7 +18,7 @@ Definitions: Qi et al. (arXiv 2401.10241), section 4 and Table 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import (
@@ -84,11 +84,28 @@ def simulate(
     check_complete(where, placement, microbatches, len(ranks))
     stages, listed = max(placement) + 1, lists_messages(where)
     needed_by = {part: needs(part, placement, where, listed) for part in where}
-    check_order(where, needed_by)
-    given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
-    seconds = {k: per_stage(n, cost, stages) for k, (n, cost) in zip("FIW", given.items())}
+    for part, (rank, position) in where.items():
+        for before in needed_by[part]:
+            if before not in where:
+                raise ScheduleError(f"rank {rank}: {part} needs {before}, which is missing")
+            if where[before][0] == rank and where[before][1] >= position:
+                raise ScheduleError(
+                    f"rank {rank}: {part} comes too early: it needs {before}, which comes later"
+                )
+    for part, (rank, _) in where.items():
+        if part.kind in COMMUNICATION and partner(part) not in where:
+            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
+    seconds, given = dict[str, list[float]](), (forward, input_grad, weight_grad)
+    for kind, name, cost in zip("FIW", ("forward", "input_grad", "weight_grad"), given):
+        costs = list(cost) if isinstance(cost, Sequence) else [cost] * stages
+        if len(costs) != stages or not all(map(is_seconds, costs)):
+            raise ScheduleError(
+                f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the "
+                f"{stages} stages"
+            )
+        seconds[kind] = [float(c) for c in costs]
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
-    if not isinstance(communication, (int, float)) or not 0 <= communication < math.inf:
+    if not is_seconds(communication):
         raise ScheduleError(
             f"communication={communication!r}: expected one number of seconds, 0 or more"
         )
@@ -206,21 +223,6 @@ def check_complete(where: Places, placement: Placement, microbatches: int, ranks
                 )
 
 
-def check_order(where: Places, needed: Mapping[Action, Sequence[Action]]) -> None:
-    """Raise ScheduleError for an action that needs what is missing, or comes later on its rank."""
-    for part, (rank, place) in where.items():
-        for other in needed[part]:
-            if other not in where:
-                raise ScheduleError(f"rank {rank}: {part} needs {other}, which is missing")
-            if where[other][0] == rank and where[other][1] >= place:
-                raise ScheduleError(
-                    f"rank {rank}: {part} comes too early: it needs {other}, which comes later"
-                )
-    for part, (rank, _) in where.items():
-        if part.kind in COMMUNICATION and partner(part) not in where:
-            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
-
-
 def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
     """Return the figures of what was computed when."""
     by_rank = [[slot for slot in slots if slot.rank == rank] for rank in range(ranks)]
@@ -239,17 +241,5 @@ def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
     return ScheduleTime(makespan, 1 - work / cost if cost else 0.0, peaks, slots)
 
 
-def per_stage(name: str, cost: Cost, stages: int) -> list[float]:
-    """Return one number for each global stage.
-
-    Raises ScheduleError for other numbers of them, and for negative ones.
-    """
-    costs = list(cost) if isinstance(cost, Sequence) else [cost] * stages
-    if len(costs) != stages or not all(
-        isinstance(c, (int, float)) and 0 <= c < math.inf for c in costs
-    ):
-        raise ScheduleError(
-            f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the "
-            f"{stages} stages"
-        )
-    return [float(c) for c in costs]
+def is_seconds(cost: object) -> bool:
+    return isinstance(cost, (int, float)) and 0 <= cost < math.inf

@@ -83,7 +83,10 @@ class VocabularyCrossEntropy(Function):
             largest[:count] = values.amax(-1)
         largest[count + position] = width
         largest = all_reduce(largest, "max", group=group, algorithm="direct")
-        start, stop, vocabulary = range_here(largest[count:], position)
+        start = stop = vocabulary = 0
+        if not largest.is_meta:  # there no target has a value
+            ends = [0, *largest[count:].cumsum(0).int().tolist()]
+            start, stop, vocabulary = ends[position], ends[position + 1], ends[-1]
 
         counted = target != ignore_index
         if number_in((counted & ((target < 0) | (target >= vocabulary))).any()):
@@ -116,11 +119,3 @@ class VocabularyCrossEntropy(Function):
             gradient.scatter_add_(1, column, -here[:, None].to(gradient.dtype))
         gradient.mul_(g / number.clamp(min=1))
         return gradient.view(ctx.shape).to(ctx.dtype), None, None, None, None
-
-
-def range_here(widths: Tensor, position: int) -> tuple[int, int, int]:
-    """Return this rank's part of the vocabulary, start to stop − 1, and the whole's size."""
-    if widths.is_meta:
-        return 0, 0, 0  # no target has a value
-    ends = widths.cumsum(0).int().tolist()
-    return ends[position] - int(widths[position]), ends[position], ends[-1]

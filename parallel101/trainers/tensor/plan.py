@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
@@ -84,22 +85,11 @@ def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
     return Style("column", parts, heads)
 
 
-def style_of(pattern: str, style: object) -> Style:
-    """Return the style that a plan gives a pattern, as a Style. Raises ValueError."""
-    if isinstance(style, Style):
-        return style
-    if style not in NAMES:
-        raise ValueError(
-            f"plan: {pattern!r} has the style {style!r}: expected one of "
-            f"{', '.join(map(repr, NAMES))}, or p101.column(…)"
-        )
-    return Style(str(style))
-
-
 def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]:
     """Return the style of every module that a pattern names.
 
     An exact name counts for more than a pattern with `*`, and of two patterns the later one.
+    Raises ValueError for a style or a pattern that doesn't fit the model.
     """
     if not plan:
         raise ValueError(
@@ -109,16 +99,22 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
     first = {id(module): name for name, module in reversed(named.items())}
     styles: dict[str, Style] = {}
     for pattern, given in sorted(plan.items(), key=lambda item: "*" not in item[0]):
-        style, matches = style_of(pattern, given), names_of(pattern, list(named))
-        fitting = [name for name in matches if can_have(named[name], style)]
+        if not isinstance(given, Style) and given not in NAMES:
+            raise ValueError(
+                f"plan: {pattern!r} has the style {given!r}: expected one of "
+                f"{', '.join(map(repr, NAMES))}, or p101.column(…)"
+            )
+        style = given if isinstance(given, Style) else Style(given)
+        table, matches = style.name == "vocabulary", names_of(pattern, list(named))
+        kinds = (nn.Linear, nn.Embedding) if table else nn.Linear
+        fitting = [n for n in matches if isinstance(named[n], kinds) and is_plain(named[n])]
         for name in matches:
             if name not in fitting and ("*" not in pattern or named[name]._parameters):
                 raise ValueError(
                     f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but it is of type "
-                    f"{type(named[name]).__name__}: expected {WANTED[style.name == 'vocabulary']}, "
-                    "without a forward of its own, a parametrization of its weight, max_norm, "
-                    "scale_grad_by_freq, sparse, and hooks (register them after the trainer is "
-                    "built)"
+                    f"{type(named[name]).__name__}: expected {WANTED[table]}, without a forward of "
+                    "its own, a parametrization of its weight, max_norm, scale_grad_by_freq, "
+                    "sparse, and hooks (register them after the trainer is built)"
                 )
         if not fitting:
             raise ValueError(
@@ -147,12 +143,6 @@ def names_of(pattern: str, names: Sequence[str], what: str = "module") -> list[s
             f"plan: {pattern!r} matches no {what}. The model's {what}s are {listed(names)}"
         )
     return matches
-
-
-def can_have(module: nn.Module, style: Style) -> bool:
-    """Return whether the module can be cut in this style."""
-    table = style.name == "vocabulary" and isinstance(module, nn.Embedding)
-    return (table or isinstance(module, nn.Linear)) and is_plain(module)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -198,16 +188,21 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
         chain: its modules in order, if it tells.
         cut_head: whether the loss is vocabulary_cross_entropy, so that the logits may stay cut.
     """
-    plan = by_names(model)
-    for inner in inner_chains(model, chain):
-        plan |= {name: style for name, style in pairs(inner).items() if style != GATHERED}
+    plan, names = by_names(model), first_names(model)
+    seen = {id(module) for _, module in chain or []}
+    for module in model.modules():  # each nn.Sequential outside of the chain and of the others
+        entries = list(flat(module)) if type(module) is nn.Sequential else []
+        if not any(id(entry) in seen for entry in entries):
+            seen.update(map(id, entries))
+            inner = pairs([(names[id(entry)], entry) for entry in entries])
+            plan |= {name: style for name, style in inner.items() if style != GATHERED}
     if chain is not None:
-        entries = chain
+        outer = chain
         if cut_head and is_plain_linear(chain[-1][1]):
             plan |= vocabulary(chain)
-            entries = chain[:-1]
+            outer = chain[:-1]
         if not any(isinstance(m, nn.Embedding) or list(m.children()) for _, m in chain):
-            plan |= pairs(entries)
+            plan |= pairs(outer)
     if not plan:
         raise ValueError(
             f'plan="auto" found nothing to cut in {type(model).__name__}: expected an '
@@ -234,60 +229,52 @@ def pairs(chain: Chain) -> dict[str, Style]:
     return plan
 
 
+# the layers whose outputs are cut → the layer that takes them: into heads (one layer has query, key
+# and value side by side), into features, or gathered, since the code between needs all features
+TABLE = {
+    "query key value → out": "heads",
+    "q_proj k_proj v_proj → o_proj": "heads",  # LLaMA
+    "wq wk wv → wo": "heads",  # LLaMA in Meta's code
+    "to_q to_k to_v → to_out": "heads",
+    "to_qkv → to_out": "heads",
+    "to_qkv → to_out.0": "heads",
+    "qkv → proj": "heads",
+    "qkv → out": "heads",
+    "c_attn → c_proj": "gathered",  # GPT-2: see above
+    "gate up → down": "features",
+    "up → down": "features",
+    "c_fc → c_proj": "features",  # GPT-2
+    "gate_proj up_proj → down_proj": "features",  # LLaMA
+    "w1 w3 → w2": "features",
+}
+
+
 def by_names(model: nn.Module) -> dict[str, Style]:
-    """Return the styles of the layers whose names are in the table."""
+    """Return the styles of the layers whose names are in the table; none for heads that can't be
+    told, and for other widths.
+    """
     plan: dict[str, Style] = {}
     linear = {name: m for name, m in model.named_modules() if is_plain_linear(m)}
-    for name, module in model.named_modules():
-        for names, styles_of in TABLE.items():
-            paths = [f"{name}.{n}".strip(".") for n in names.replace("→", "").split()]
-            if linear.keys() >= set(paths):
-                *columns, row = (linear[path] for path in paths)
-                plan = dict(zip(paths, styles_of(module, columns, row))) | plan
+    for (name, module), (names, way) in product(model.named_modules(), TABLE.items()):
+        paths = [f"{name}.{n}".strip(".") for n in names.replace("→", "").split()]
+        if not linear.keys() >= set(paths):
+            continue
+        *columns, row = (linear[path] for path in paths)
+        parts = 3 if way == "heads" and len(columns) == 1 else 1
+        styles = [GATHERED] * len(paths)
+        if way != "gathered":
+            counts = [
+                heads_of(module, layer.out_features // parts, key_or_value=layer is not columns[0])
+                for layer in columns
+                if way == "heads"
+            ]
+            wide = columns[:1] if way == "heads" else columns
+            if None in counts or any(c.out_features != parts * row.in_features for c in wide):
+                continue
+            cut = [column(parts=parts, heads=count) for count in counts]
+            styles = [*(cut or [COLUMN] * len(columns)), ROW]
+        plan = dict(zip(paths, styles)) | plan
     return plan
-
-
-def heads(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
-    """Return the styles of an attention; [] if its heads can't be told."""
-    parts = 3 if len(columns) == 1 else 1
-    counts = [
-        heads_of(module, layer.out_features // parts, key_or_value=layer is not columns[0])
-        for layer in columns
-    ]
-    if None in counts or columns[0].out_features != parts * row.in_features:
-        return []
-    return [*(column(parts=parts, heads=count) for count in counts), ROW]
-
-
-def features(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
-    """Return the styles of a feed-forward; [] if it has other widths."""
-    alike = all(layer.out_features == row.in_features for layer in columns)
-    return [*[COLUMN] * len(columns), ROW] if alike else []
-
-
-def whole(module: nn.Module, columns: Sequence[nn.Linear], row: nn.Linear) -> list[Style]:
-    """Return the styles of layers between which the code needs all features."""
-    return [GATHERED] * (len(columns) + 1)
-
-
-# the layers whose outputs are cut → the layer that takes them, and how they are cut: into heads
-# (one layer has query, key and value side by side) or into features
-TABLE: Mapping[str, Callable[[nn.Module, Sequence[nn.Linear], nn.Linear], list[Style]]] = {
-    "query key value → out": heads,
-    "q_proj k_proj v_proj → o_proj": heads,  # LLaMA
-    "wq wk wv → wo": heads,  # LLaMA in Meta's code
-    "to_q to_k to_v → to_out": heads,
-    "to_qkv → to_out": heads,
-    "to_qkv → to_out.0": heads,
-    "qkv → proj": heads,
-    "qkv → out": heads,
-    "c_attn → c_proj": whole,  # GPT-2: see above
-    "gate up → down": features,
-    "up → down": features,
-    "c_fc → c_proj": features,  # GPT-2
-    "gate_proj up_proj → down_proj": features,  # LLaMA
-    "w1 w3 → w2": features,
-}
 
 
 def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -354,16 +341,3 @@ def flat(module: nn.Module) -> Iterator[nn.Module]:
 def first_names(model: nn.Module) -> dict[int, str]:
     """Return the first name of each module, by its id."""
     return {id(module): name for name, module in model.named_modules()}
-
-
-def inner_chains(model: nn.Module, outer: Chain | None) -> list[Chain]:
-    """Return every nn.Sequential inside of the model that belongs neither to the outer chain nor
-    to another nn.Sequential.
-    """
-    seen, names, chains = {id(module) for _, module in outer or []}, first_names(model), []
-    for module in model.modules():
-        entries = list(flat(module)) if type(module) is nn.Sequential else []
-        if entries and not any(id(entry) in seen for entry in entries):
-            chains.append([(names[id(entry)], entry) for entry in entries])
-            seen.update(map(id, entries))
-    return chains

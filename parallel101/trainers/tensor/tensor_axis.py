@@ -78,11 +78,38 @@ class TensorAxis(Axis):
         modules = dict(model.named_modules())
         self.styles = {name: styles[name] for name in modules if name in styles}
         self.shards = {
-            name: shard_of(name, modules[name], style, axes.sizes["tp"], modules)
+            name: shard_of(name, modules, style, axes.sizes["tp"])
             for name, style in self.styles.items()
         }
-        self.cuts_logits = check_loss(model, self.styles, cut_head)
-        self.placements = placements_of(model, self.styles, self.shards)
+        of_vocabulary = [name for name, style in self.styles.items() if style.name == "vocabulary"]
+        heads = [name for name in of_vocabulary if isinstance(modules[name], nn.Linear)]
+        self.cuts_logits = bool(heads)
+        if self.cuts_logits != cut_head:
+            raise ValueError(
+                f"the plan cuts {f'the head {heads[0]!r}' if heads else 'no head'} by vocabulary, "
+                f"but loss_fn must be p101.vocabulary_cross_entropy if and only if it does, since "
+                'the logits stay cut: give the last linear layer the style "vocabulary" with that '
+                'loss, or "column_gather" with another one'
+            )
+
+        # each parameter has one cut, if it is tied, too
+        names, first_cuts = first_names(model), dict[int, tuple[str, Shard | None]]()
+        for name, module in modules.items():
+            style = self.styles.get(names[id(module)])
+            for kind, p in module.named_parameters(recurse=False):
+                cut = style is not None and (kind == "weight" or style.name != "row")
+                this = f"{name}.{kind}".strip("."), self.shards[name] if cut else None
+                first = first_cuts.setdefault(id(p), this)
+                if first[1] != this[1]:
+                    ways = [
+                        f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)
+                    ]
+                    raise ValueError(
+                        f"plan: {first[0]!r} and {this[0]!r} are tied (one parameter), but the "
+                        f"plan cuts {ways[0]} and {ways[1]}: expected the same for both, such as "
+                        'an embedding and a head that are both "vocabulary"'
+                    )
+        self.placements = {name: cut for name, cut in first_cuts.values() if cut is not None}
         in_time = options.sequence_parallel
         self.time_cuts = time_cuts(model, chain, self.styles) if in_time else TimeCuts()
 
@@ -159,28 +186,26 @@ class TensorAxis(Axis):
 # ── how they are cut ──
 
 
-def shard_of(
-    name: str, module: nn.Module, style: Style, size: int, modules: Mapping[str, nn.Module]
-) -> Shard:
-    """Return the cut of the module's weight. Raises ValueError if heads or parts don't fit."""
+def shard_of(name: str, modules: Mapping[str, nn.Module], style: Style, size: int) -> Shard:
+    """Return the cut of a module's weight. Raises ValueError if heads or parts don't fit."""
+    module, around = modules[name], modules[name.rpartition(".")[0]]
     if isinstance(module, nn.Embedding):
         return Shard(0, tuple(split_sizes(module.num_embeddings, size)))
     assert isinstance(module, nn.Linear)
     if style.name == "row":
         return Shard(1, tuple(split_sizes(module.in_features, size)))
-    around, parts, heads = modules[name.rpartition(".")[0]], style.parts, style.heads
+    parts, heads, width = style.parts, style.heads, head_width(around)
     part = module.out_features // parts
     if isinstance(heads, str):
-        if (count := whole_number(vars(around).get(heads))) is None:
+        heads = whole_number(vars(around).get(heads))
+        if heads is None:
             raise ValueError(
                 f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} "
-                f"around it has no attribute {heads!r} that is a whole number: expected the "
+                f"around it has no attribute {style.heads!r} that is a whole number: expected the "
                 "attribute with which its code counts heads, or how many there are"
             )
-        heads = count
-    if heads is None and style.name == "column":
-        width = head_width(around)
-        heads = part // width if width and part % width == 0 else None
+    elif heads is None and style.name == "column" and width and part % width == 0:
+        heads = part // width
     if module.out_features % (parts * (heads or 1)):
         raise ValueError(
             f"plan: {name!r} has {module.out_features} outputs, which can't be cut into {parts} "
@@ -192,45 +217,6 @@ def shard_of(
             f"a tensor axis that divides {heads}, or a plan without the layers of this module"
         )
     return cut_heads(module.out_features, size, heads, parts)
-
-
-def placements_of(
-    model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
-) -> dict[str, Shard]:
-    """Return the cut of each parameter. Raises ValueError if a tied one would have two."""
-    names, first_cuts = first_names(model), dict[int, tuple[str, Shard | None]]()
-    for name, module in model.named_modules():
-        style = styles.get(names[id(module)])
-        for kind, p in module.named_parameters(recurse=False):
-            cut = style is not None and (kind == "weight" or style.name != "row")
-            this = f"{name}.{kind}".strip("."), shards[name] if cut else None
-            first = first_cuts.setdefault(id(p), this)
-            if first[1] != this[1]:
-                ways = [f"{n!r} {f'along dim {s.dim}' if s else 'not'}" for n, s in (first, this)]
-                raise ValueError(
-                    f"plan: {first[0]!r} and {this[0]!r} are tied (one parameter), but the plan "
-                    f"cuts {ways[0]} and {ways[1]}: expected the same for both, such as an "
-                    'embedding and a head that are both "vocabulary"'
-                )
-    return {name: shard for name, shard in first_cuts.values() if shard is not None}
-
-
-def check_loss(model: nn.Module, styles: Mapping[str, Style], cut_head: bool) -> bool:
-    """Return whether the logits stay cut. Raises ValueError if the loss does not fit that."""
-    linears = (name for name in styles if isinstance(model.get_submodule(name), nn.Linear))
-    heads = [name for name in linears if styles[name].name == "vocabulary"]
-    if heads and not cut_head:
-        raise ValueError(
-            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be '
-            "p101.vocabulary_cross_entropy; or leave this layer out of the plan, or give it the "
-            'style "column_gather"'
-        )
-    if cut_head and not heads:
-        raise ValueError(
-            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the plan "
-            'cuts no head: give the last linear layer the style "vocabulary", or use another loss'
-        )
-    return bool(heads)
 
 
 def is_below(name: str, modules: Collection[str]) -> bool:
