@@ -19,6 +19,7 @@ from parallel101.keras.dense import CutDense
 from parallel101.keras.supported import check_regularizer
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped
+from parallel101.trainers.flat import ZeROGroup
 from parallel101.trainers.gradient_sync import (
     GradientSync,
     LiveBytes,
@@ -246,12 +247,12 @@ def gradient_sync(
     inner: Any, parameters: Parameters, dp: GroupLike, zero_stage: int
 ) -> GradientSync:
     """Return the object that sums gradients over the data axis."""
-    groups, live = dict.fromkeys(parameters, (group_of(dp), None)), LiveBytes()
+    zero = ZeROGroup(dict.fromkeys(parameters, (dp, None)), LiveBytes())
     if zero_stage == 3:
-        return ZeRO3(dict(layers_of(inner)), parameters, groups, live)
+        return ZeRO3(dict(layers_of(inner)), parameters, zero)
     size = default_bucket_bytes(parameters, 4)
     if zero_stage:
-        return ZeRO12(parameters, groups, live, zero_stage=zero_stage, bucket_bytes=size)
+        return ZeRO12(parameters, zero, zero_stage=zero_stage, bucket_bytes=size)
     return GradientSync(parameters) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 

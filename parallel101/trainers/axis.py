@@ -179,17 +179,18 @@ class DataAxis(Axis):
             for name, p in parameters.items():
                 by_group.setdefault(groups[name], {})[name] = p
             return [self.data_parallel(some, group) for group, some in by_group.items()]
+        from parallel101.trainers.flat import ZeROGroup
         from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
         # what is summed over other ranks, or once more afterwards, has arrays of its own
         after = {name: i for i, (names, _) in enumerate(self.after) for name in names}
         sums = {name: (group, after.get(name)) for name, group in groups.items()}
-        sending = self.live, self.overlap, self.options.algorithm
+        zero = ZeROGroup(sums, self.live, self.overlap, self.options.algorithm)
         if stage < 3:
             size = self.bucket(parameters, 4)
-            return [ZeRO12(parameters, sums, *sending, zero_stage=stage, bucket_bytes=size)]
+            return [ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)]
         (part,) = parts  # weights tied between two stages on a rank are refused before
-        return [ZeRO3(dict(layers_of(part)), parameters, sums, *sending)]
+        return [ZeRO3(dict(layers_of(part)), parameters, zero)]
 
     def how(self) -> str:
         """Return how gradients are synchronized, in words."""

@@ -10,10 +10,11 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +40,36 @@ from parallel101.trainers.gradient_sync import (
 from parallel101.trainers.layout import Pieces
 
 
+class ZeROGroup(NamedTuple):
+    """The ranks over which flat arrays are cut, and how these send.
+
+    Attributes:
+        groups: name → the ranks over which its gradient is summed, and anything else that all
+            parameters of one array have in common.
+        live: counts the bytes of gathered weights and of gradients in flight.
+        overlap: send and receive while this rank computes.
+        algorithm: of all messages, which then run from beginning to end in one call. None:
+            "direct", which goes on meanwhile.
+    """
+
+    groups: Mapping[str, tuple[GroupLike, Any]]
+    live: LiveBytes
+    overlap: bool = True
+    algorithm: str | None = None
+
+
+EMPTY = (
+    "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
+    "of a module that has it. Use it there, or zero_stage=2"
+)
+
+
 class Flat:
     """Some parameters of one dtype and device, of which this rank owns 1/n.
 
     Args:
         parameters: by name. From now on they are views of the flat array.
-        group: the ranks, each of which owns one block.
-        live: counts the bytes of gathered weights and of gradients in flight.
-        algorithm: of all messages, which then run from beginning to end in one call. None:
-            "direct", which goes on while the caller computes.
+        zero: the ranks, each of which owns one block.
         weights, gradients: whether this rank keeps all of them, or only its own block.
 
     Attributes:
@@ -62,15 +84,13 @@ class Flat:
     def __init__(
         self,
         parameters: Parameters,
-        group: GroupLike,
-        live: LiveBytes,
-        algorithm: str | None = None,
+        zero: ZeROGroup,
         *,
         weights: bool = False,
         gradients: bool = False,
     ):
-        self.parameters, self.live, self.algorithm = dict(parameters), live, algorithm
-        self.group = group_of(group)
+        self.parameters, self.live, self.algorithm = dict(parameters), zero.live, zero.algorithm
+        self.group = group_of(zero.groups[next(iter(parameters))][0])
         n, position = self.group.size, self.group.position
         assert position is not None
         values = [p.detach() for p in parameters.values()]
@@ -188,6 +208,26 @@ class Flat:
         return AsyncCollective(iter(()), result if out is None else out.copy_(result))
 
 
+def flats_of(
+    modules: Mapping[str, nn.Module], parameters: Parameters, zero: ZeROGroup
+) -> tuple[dict[str, list[Flat]], list[Flat]]:
+    """Return each layer's parameters in flat arrays, by name, and the rest: those that several
+    layers use (tied weights) or none.
+    """
+    users: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for layer, module in modules.items():
+        for p in module.parameters():
+            users[p].append(layer)
+    arrays: dict[str, dict[Any, dict[str, nn.Parameter]]] = {name: {} for name in ["", *modules]}
+    for name, p in parameters.items():
+        of_layer = arrays[users[p][0] if len(users[p]) == 1 else ""]
+        of_layer.setdefault((p.dtype, p.device, zero.groups[name]), {})[name] = p
+    shared, *of_layers = (
+        [Flat(array, zero) for array in of_layer.values()] for of_layer in arrays.values()
+    )
+    return {name: flats for name, flats in zip(modules, of_layers) if flats}, shared
+
+
 def gather(flats: Sequence[Flat]) -> None:
     """Begin to fetch the weights of these arrays, unless they are here."""
     for flat in flats:
@@ -204,17 +244,17 @@ def wait(layer: str, flats: Sequence[Flat]) -> None:
 class ZeRO(GradientSync):
     """The common part of the stages: each rank owns 1/n of each flat array, and gradients travel.
 
-    Args: flats: all arrays, in the same order on every rank. live: counts their bytes.
+    Args: flats: all arrays, in the same order on every rank.
     """
 
-    def __init__(self, flats: Sequence[Flat], live: LiveBytes):
+    def __init__(self, flats: Sequence[Flat], zero: ZeROGroup):
         super().__init__({name: piece for flat in flats for name, piece in flat.owned.items()})
         self.placements = {n: pieces for flat in flats for n, pieces in flat.placements.items()}
-        self.flats, self.live = flats, live
+        self.flats, self.zero = flats, zero
         self.in_flight: list[tuple[Flat, AsyncCollective]] = []
 
     def begin(self) -> None:
-        self.live.begin()
+        self.zero.live.begin()
         self.receive()  # what a step has left that an error has ended
         for flat in self.flats:
             flat.begin()
@@ -242,6 +282,29 @@ class ZeRO(GradientSync):
             for name, piece in flat.owned.items():
                 piece.grad = flat.piece_grads[name]
         return [name for flat in self.flats for name in flat.parameters if name not in flat.reached]
+
+
+# ── a gathered weight that autograd saves for backward: its place is kept, not its values ──
+#
+#     forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
+#     backward   gx = gy W                  layer 2 has been gathered again: W is there, elsewhere
+#
+# Otherwise no layer would ever be freed.
+
+
+Place = tuple[Flat, Any]
+
+
+def pack(tensor: Tensor, whole_now: Iterable[Flat]) -> Tensor | Place:
+    memory = tensor.untyped_storage()
+    for flat in whole_now:
+        if flat.whole is not None and flat.whole.untyped_storage() is memory:
+            return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
+    return tensor
+
+
+def unpack(saved: Tensor | Place) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])
 
 
 # ── the layers of a model, in turn ──

@@ -194,6 +194,10 @@ class LiveBytes:
         self.alive[kind].add(tensor.untyped_storage())
         self.note(kind)
 
+    def note_gradient(self, name: str, p: nn.Parameter) -> None:
+        """Watch the gradient of a parameter, which is there now."""
+        self.watch("gradients", dense_gradient(name, p))
+
     def note(self, kind: str) -> None:
         now = sum(storage.nbytes() for storage in self.alive[kind])
         self.peak[kind] = max(self.peak[kind], now)

@@ -210,12 +210,13 @@ def loss_and_weight(
     weight = None
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, given = loss
-        weight = float(given)
-        if not weight >= 0 or (isinstance(given, Tensor) and given.requires_grad):
+        tracked = isinstance(given, Tensor) and given.requires_grad
+        weight = float(given.detach() if tracked else given)
+        if tracked or not weight >= 0:
             raise ValueError(
-                f"the loss has the weight {given}: expected (sum of losses, their weight), a "
-                "number of 0 or more that needs no gradient (weight.detach()), since gradients "
-                "are divided by it; or their mean"
+                f"the weight of the loss {'needs a gradient' if tracked else f'is {weight}'}: "
+                "expected (sum of losses, their weight), by which gradients are divided: 0 or "
+                "more, and weight.detach(); or their mean"
             )
     if not isinstance(loss, Tensor) or loss.dim():
         who, expected = "loss_fn returned", "the mean over the samples, a tensor without dims"

@@ -20,34 +20,33 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.mesh import GroupLike
 from parallel101.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.flat import Flat, ZeRO, gather, wait, walk
+from parallel101.trainers.flat import (
+    EMPTY,
+    Flat,
+    Place,
+    ZeRO,
+    ZeROGroup,
+    flats_of,
+    gather,
+    pack,
+    unpack,
+    wait,
+    walk,
+)
 from parallel101.trainers.gradient_sync import (
     GradientHooks,
-    LiveBytes,
     Parameters,
     by_size,
-    dense_gradient,
-)
-
-# name → the ranks over which its gradient is summed, and anything else that all parameters of one
-# flat array have in common
-Groups = Mapping[str, tuple[GroupLike, Any]]
-
-EMPTY = (
-    "Perhaps a weight was empty where it was used: on ZeRO stage 3 it is whole only in the forward "
-    "of a module that has it. Use it there, or zero_stage=2"
 )
 
 
@@ -63,26 +62,16 @@ class ZeRO12(ZeRO):
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        groups: Groups,
-        live: LiveBytes,
-        overlap: bool = True,
-        algorithm: str | None = None,
-        *,
-        zero_stage: int,
-        bucket_bytes: int,
+        self, parameters: Parameters, zero: ZeROGroup, *, zero_stage: int, bucket_bytes: int
     ):
         self.zero_stage = zero_stage
-        buckets = by_size(parameters, bucket_bytes, groups)
-        kept = {"weights": True, "gradients": zero_stage == 1}
-        over = [groups[next(iter(bucket))][0] for bucket in buckets]
-        flats = [Flat(b, group, live, algorithm, **kept) for b, group in zip(buckets, over)]
-        super().__init__(flats, live)
-        self.how = f"ZeRO stage {zero_stage}, in {len(self.flats)} buckets"
+        buckets = by_size(parameters, bucket_bytes, zero.groups)
+        flats = [Flat(b, zero, weights=True, gradients=zero_stage == 1) for b in buckets]
+        super().__init__(flats, zero)
+        self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
         for name, p in parameters.items():
-            p.register_post_accumulate_grad_hook(partial(note_gradient, live, name))
-        self.hooks = GradientHooks(buckets, self.send, overlap)
+            p.register_post_accumulate_grad_hook(partial(zero.live.note_gradient, name))
+        self.hooks = GradientHooks(buckets, self.send, zero.overlap)
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
         complete = last or (self.zero_stage == 2 and kind != "I")
@@ -100,10 +89,6 @@ class ZeRO12(ZeRO):
                 bucket.wait()
 
 
-def note_gradient(live: LiveBytes, name: str, p: nn.Parameter) -> None:
-    live.watch("gradients", dense_gradient(name, p))
-
-
 class ZeRO3(ZeRO):
     """Stage 3: a layer's weights are whole only while it computes, and the next layer's are on
     their way meanwhile. At most two layers are whole at a time.
@@ -118,12 +103,6 @@ class ZeRO3(ZeRO):
     order, also layers that only some of them use: that of the first forward, if it was the same on
     all ranks, else the model's.
 
-    A gathered weight that autograd saves for backward is kept as its place in a flat array, not as
-    its values: otherwise no layer would ever be freed.
-
-        forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
-        backward   gx = gy W                  layer 2 has been gathered again: W is there, elsewhere
-
     Args:
         modules: by name, the layers, which are gathered one at a time. Their hooks tell which one
             is next; see `walk`.
@@ -134,32 +113,10 @@ class ZeRO3(ZeRO):
         leave in this backward; not so in the first half of a split one.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        parameters: Parameters,
-        groups: Groups,
-        live: LiveBytes,
-        overlap: bool = True,
-        algorithm: str | None = None,
-    ):
-        users: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for layer, module in modules.items():
-            for p in module.parameters():
-                users[p].append(layer)
-        arrays: dict[str, dict[Any, dict[str, nn.Parameter]]] = {
-            name: {} for name in ["", *modules]
-        }
-        for name, p in parameters.items():
-            of_layer = arrays[users[p][0] if len(users[p]) == 1 else ""]
-            of_layer.setdefault((p.dtype, p.device, groups[name]), {})[name] = p
-        self.shared, *of_layers = (
-            [Flat(array, group, live, algorithm) for (*_, (group, _)), array in of_layer.items()]
-            for of_layer in arrays.values()
-        )
-        self.layers = {name: flats for name, flats in zip(modules, of_layers) if flats}
-        super().__init__([*self.shared, *sum(of_layers, [])], live)
-        self.how, self.overlap = f"ZeRO stage 3, in {len(self.flats)} layers", overlap
+    def __init__(self, modules: Mapping[str, nn.Module], parameters: Parameters, zero: ZeROGroup):
+        self.layers, self.shared = flats_of(modules, parameters, zero)
+        super().__init__([*self.shared, *sum(self.layers.values(), [])], zero)
+        self.how = f"ZeRO stage 3, in {len(self.flats)} layers"
         everyone = max((flat.group for flat in self.flats), key=lambda group: group.size)
         self.agree = Agreement(everyone, self.flats[0].shard.device)
         self.order: list[str] | None = None
@@ -175,7 +132,7 @@ class ZeRO3(ZeRO):
     @contextmanager
     def forward(self) -> Iterator[None]:
         self.used = []
-        saving = saved_tensors_hooks(self.pack, self.unpack)
+        saving = saved_tensors_hooks(self.pack, unpack)
         with self.over_layers(self.order or list(self.layers)), saving:
             yield
         if self.order is None:
@@ -260,7 +217,7 @@ class ZeRO3(ZeRO):
         self.spans.enter_context(span(name, layer=layer))
 
     def prefetch(self) -> None:
-        if self.overlap and self.upcoming:
+        if self.zero.overlap and self.upcoming:
             gather(self.layers[self.upcoming[0]])
 
     def leave(self) -> None:
@@ -279,15 +236,6 @@ class ZeRO3(ZeRO):
             if flat.whole is not None:
                 flat.free()
 
-    # ── a weight that autograd saves ──
-
-    def pack(self, tensor: Tensor) -> Tensor | tuple[Flat, Any]:
-        memory = tensor.untyped_storage()
-        for flat in (*self.shared, *(self.layers[self.current] if self.current else ())):
-            if flat.whole is not None and flat.whole.untyped_storage() is memory:
-                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
-        return tensor
-
-    @staticmethod
-    def unpack(saved: Tensor | tuple[Flat, Any]) -> Tensor:
-        return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])
+    def pack(self, tensor: Tensor) -> Tensor | Place:
+        """Return what autograd keeps of a tensor that it saves; see `Place`."""
+        return pack(tensor, (*self.shared, *self.layers.get(self.current or "", ())))

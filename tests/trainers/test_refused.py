@@ -82,7 +82,7 @@ ALONE = {
     r"TypeError: loss_fn='mse': expected a function of \(outputs, targets\)": loss("mse"),
     r"ValueError: .*loss_fn is None, .*: expected step\(inputs\)": loss(None),
     r"TypeError: .*expected a function .* nn\.MSELoss\(\)": loss(nn.MSELoss),
-    r"the weight -1\.0: expected": loss(lambda y, t: (F.mse_loss(y, t), -1.0)),
+    r"the loss is -1\.0: expected": loss(lambda y, t: (F.mse_loss(y, t), -1.0)),
     "the weights of the loss add up to 0": loss(lambda y, t: (F.mse_loss(y, t), 0)),
     r"of shape \(\d,\): expected the mean": loss(lambda y, t: (y - t).square().mean(1)),
     r"returned \d\.\d+: expected the mean": loss(lambda y, t: F.mse_loss(y, t).item()),
