@@ -17,7 +17,7 @@ from parallel101.laboratory.record.rank_files import (
     RankFiles,
     join_rank_files,
 )
-from parallel101.laboratory.record.totals import MOST_KEYS, summed, sums_of
+from parallel101.laboratory.record.totals import MOST_SUMS, summed, sums_of
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import recorder, span
 from tests.sim.programs import run, trace
@@ -126,9 +126,9 @@ def test_files_rotate_and_those_of_a_killed_rank_are_read(whole, dies, tmp_path)
 
 
 def test_a_program_with_many_names_has_the_rest_of_its_sums_together():
-    spans = [span_event(0, f"step {i}", 0.0, 1.0) for i in range(MOST_KEYS + 10)]
+    spans = [span_event(0, f"step {i}", 0.0, 1.0) for i in range(MOST_SUMS + 10)]
     sums = summed(spans)
-    assert len(sums) == MOST_KEYS + 1 == len(summed([*sums, *spans]))
+    assert len(sums) == MOST_SUMS + 1 == len(summed([*sums, *spans]))
     assert sum(sums_of(e).events for e in sums) == len(spans)
 
 

@@ -12,19 +12,18 @@ kept and the sums of those before them (record/totals.py), so they are those of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import TimeWindow, time_windows
 from parallel101.laboratory.record.events import P2P, Event, Message
-from parallel101.laboratory.record.totals import NOTHING, WAIT, SumKey, Sums, is_call, sums_by_key
+from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums, added, is_call, sums_of
 from parallel101.laboratory.record.trace import Trace
 
-RankSums = dict[int, dict[SumKey, Sums]]  # by rank
 
+def counted_calls(trace: Trace, within: str | None = None, unfinished: bool = False) -> list[Event]:
+    """Return the calls of all ranks, and the sums over those that the record no longer has.
 
-def rank_sums(trace: Trace, within: str | None = None, unfinished: bool = False) -> RankSums:
-    """Return the sums over the calls of each rank, and over the times in which it was blocked.
+    Times in which a rank was blocked are among them.
 
     Args:
         trace: the record of a run.
@@ -36,24 +35,17 @@ def rank_sums(trace: Trace, within: str | None = None, unfinished: bool = False)
     """
     (window,) = time_windows(trace, [within] if within else [])
     events = [*trace.events, *trace.unfinished] if unfinished else trace.events
-    counted: dict[int, list[Event]] = defaultdict(list)
     calls = (event for event in events if is_call(event) and window.has_post(event))
-    for event in (*(trace.earlier if within is None else ()), *calls):
-        counted[event.rank].append(event)
-    return {rank: sums_by_key(counted[rank]) for rank in range(trace.world_size)}
+    return [*(trace.earlier if within is None else ()), *calls]
 
 
-def is_collective(key: SumKey) -> bool:
-    return key.kind not in P2P and key.kind not in ("span", WAIT)
+def is_collective(event: Event) -> bool:
+    """Return whether an event, or a sum, is of torch's own collectives."""
+    return event.kind not in P2P and event.kind not in ("span", WAIT)
 
 
-def total(sums: dict[SumKey, Sums], counts: Callable[[SumKey], bool]) -> Sums:
-    """Return the sum over all keys that count."""
-    result = NOTHING
-    for key, of_key in sums.items():
-        if counts(key):
-            result = result.plus(of_key)
-    return result
+def is_sent(event: Event) -> bool:
+    return event.kind == "send" or is_collective(event)
 
 
 # ── By axis
@@ -99,27 +91,24 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
     for e in trace.events:
         if e.kind != "span" and e.kind not in P2P and window.has_post(e):
             collectives[e.group.axis].append(e)
-    each = [*rank_sums(trace, within).values()]
-    counted = {key.group.axis for of_rank in each for key in of_rank if _is_sent(key)}
+    sums = added(
+        ((e.group.axis, e.rank), sums_of(e)) for e in counted_calls(trace, within) if is_sent(e)
+    )
     place = {axis: number for number, axis in enumerate(ORDER)}
     axes = sorted(
-        {*messages, *collectives, *counted},
+        {*messages, *collectives, *(axis for axis, _ in sums)},
         key=lambda axis: (axis is None, place.get(axis or "", len(ORDER)), axis or ""),
     )
-
+    ranks = range(trace.world_size)
     return window, [
-        AxisTraffic(axis, messages[axis], collectives[axis], [_along(axis, of) for of in each])
+        AxisTraffic(
+            axis,
+            messages[axis],
+            collectives[axis],
+            [sums.get((axis, rank), NOTHING) for rank in ranks],
+        )
         for axis in axes
     ]
-
-
-def _along(axis: str | None, sums: dict[SumKey, Sums]) -> Sums:
-    """Return what one rank sent along an axis."""
-    return total(sums, lambda key: _is_sent(key) and key.group.axis == axis)
-
-
-def _is_sent(key: SumKey) -> bool:
-    return key.kind == "send" or is_collective(key)
 
 
 # ── From rank to rank
@@ -143,11 +132,10 @@ def traffic(trace: Trace, within: str | None = None) -> Traffic:
     """
     n = trace.world_size
     sent = Traffic([[0] * n for _ in range(n)], [[0] * n for _ in range(n)])
-    for rank, sums in rank_sums(trace, within).items():
-        for key, of_key in sums.items():
-            if key.kind == "send" and key.peer is not None:
-                sent.nbytes[rank][key.peer] += of_key.nbytes
-                sent.messages[rank][key.peer] += of_key.events
+    for e in counted_calls(trace, within):
+        if e.kind == "send" and e.peer is not None:
+            sent.nbytes[e.rank][e.peer] += e.nbytes
+            sent.messages[e.rank][e.peer] += sums_of(e).events
     return sent
 
 
@@ -207,20 +195,18 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
 
     Calls and bytes are those of the rank that has most.
     """
-    by_rank: dict[tuple, dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: NOTHING))
-    for rank, sums in rank_sums(trace).items():
-        for key, of_key in sums.items():
-            if is_collective(key):
-                among = by_rank[key.kind, key.group.ranks, key.group.axis]
-                among[rank] = among[rank].plus(of_key)
+    sums = added(
+        ((e.kind, e.group.ranks, e.group.axis, e.rank), sums_of(e))
+        for e in counted_calls(trace)
+        if is_collective(e)
+    )
+    by_ranks: dict[tuple, list[Sums]] = defaultdict(list)
+    for (kind, ranks, axis, _), of_rank in sums.items():
+        by_ranks[kind, ranks, axis].append(of_rank)
     rows = [
         CollectiveTotals(
-            kind,
-            ranks,
-            axis,
-            max(sums.events for sums in of_call.values()),
-            max(sums.nbytes for sums in of_call.values()),
+            kind, ranks, axis, max(s.events for s in each), max(s.nbytes for s in each)
         )
-        for (kind, ranks, axis), of_call in by_rank.items()
+        for (kind, ranks, axis), each in by_ranks.items()
     ]
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import seconds, union
 from parallel101.laboratory.analysis.run_window import first_call, run_times, script_marks
-from parallel101.laboratory.analysis.traffic import is_collective, rank_sums, total
+from parallel101.laboratory.analysis.traffic import counted_calls, is_collective, is_sent
 from parallel101.laboratory.record.events import P2P, Event, span_event
-from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums, sums_of
+from parallel101.laboratory.record.totals import NOTHING, WAIT, Sums, added, sums_of
 from parallel101.laboratory.record.trace import Trace, call_key
 from parallel101.spans import OPTIMIZER_STEP
 
@@ -102,19 +102,20 @@ def _never_ended(trace: Trace) -> list[Event]:
 def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     """Return how each rank spent the run, and what it sent."""
     recorded = {event.rank for event in [*trace.events, *trace.unfinished, *trace.earlier]}
-    earlier: dict[int, float] = defaultdict(float)
-    for event in trace.earlier:
-        if event.kind == WAIT:
-            earlier[event.rank] += sums_of(event).seconds
+    earlier = added((e.rank, sums_of(e)) for e in trace.earlier if e.kind == WAIT)
+    sums = added(
+        ((e.rank, is_collective(e)), sums_of(e))
+        for e in counted_calls(trace, unfinished=True)
+        if is_sent(e)
+    )
     own_waits: dict[int, list[Wait]] = defaultdict(list)
     for wait in waited:
         own_waits[wait.rank].append(wait)
     rows = []
-    for rank, sums in rank_sums(trace, unfinished=True).items():
-        sends = total(sums, lambda key: key.kind == "send")
-        collectives = total(sums, is_collective)
+    for rank in range(trace.world_size):
+        sends, collectives = (sums.get((rank, kind), NOTHING) for kind in (False, True))
         waiting = seconds(union((wait.start, wait.end) for wait in own_waits[rank]))
-        waiting += earlier[rank]
+        waiting += earlier.get(rank, NOTHING).seconds
         waited_for: dict[int, float] = defaultdict(float)
         for wait in own_waits[rank]:
             if wait.last is not None and wait.late > 0:
@@ -185,27 +186,25 @@ def slowest_calls(waited: Sequence[Wait], earlier: Sequence[Event] = ()) -> list
 
     `earlier`: the trace's. Which rank called last is known only for the waits in `waited`.
     """
-    by_rank: dict[tuple[str, str], dict[int, Sums]]
-    by_rank = defaultdict(lambda: defaultdict(lambda: NOTHING))
+    entries = [((e.where, e.name or "?", e.rank), sums_of(e)) for e in earlier if e.kind == WAIT]
     last: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    for event in earlier:
-        if event.kind == WAIT:
-            at_line = by_rank[event.where, event.name or "?"]
-            at_line[event.rank] = at_line[event.rank].plus(sums_of(event))
     for wait in waited:
-        line, took = (wait.where, wait.kind), wait.end - wait.start
-        by_rank[line][wait.rank] = by_rank[line][wait.rank].plus(Sums(1, 0, took, took))
+        took = wait.end - wait.start
+        entries.append(((wait.where, wait.kind, wait.rank), Sums(1, 0, took, took)))
         if wait.last is not None and wait.late > 0:
-            last[line][wait.last] += 1
+            last[wait.where, wait.kind][wait.last] += 1
+    by_line: dict[tuple[str, str], list[tuple[Sums, int]]] = defaultdict(list)
+    for (where, kind, rank), sums in added(entries).items():
+        by_line[where, kind].append((sums, rank))
     rows = [
         CallTimes(
             *line,
-            sum(s.events for s in of.values()),
-            sum(s.seconds for s in of.values()),
-            *max((s.longest, rank) for rank, s in of.items()),
+            sum(sums.events for sums, _ in each),
+            sum(sums.seconds for sums, _ in each),
+            *max((sums.longest, rank) for sums, rank in each),
             dict(last[line]),
         )
-        for line, of in by_rank.items()
+        for line, each in by_line.items()
     ]
     return sorted(rows, key=lambda call: (-call.seconds, call.where, call.kind))
 

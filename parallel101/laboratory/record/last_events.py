@@ -69,18 +69,19 @@ class LastEvents(threading.Thread):
         self.lock = threading.Lock()
         self.over = threading.Event()
         self.written = time.monotonic()
-        self.written_count = 0
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
 
     def run(self) -> None:
         while not self.over.wait(TICK):
             self.take_batches()
             if time.monotonic() - self.written > WRITE_EVERY:
                 self.write_rest()
-
-    def stop(self) -> None:
-        self.over.set()
-        if self.is_alive():
-            self.join()
 
     def take_batches(self) -> None:
         """Take full batches away from the recorder.
@@ -90,38 +91,29 @@ class LastEvents(threading.Thread):
         with self.lock:
             while len(self.recorded) >= 2 * self.size:
                 events = self.in_seconds(self.recorded[: self.size])
-                rows: list[EventRow] = [tuple(event) for event in events]
-                number = self.taken // self.size + 1
-                packed = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
-                batch = Batch(number, packed, self.summed)
-                self.batches.append(batch)
+                number, earlier = self.taken // self.size + 1, self.summed
+                packed = pickle.dumps(list(map(tuple, events)), pickle.HIGHEST_PROTOCOL)
+                self.batches.append(Batch(number, packed, earlier))
                 # one step each, so that nothing is lost that the program appends meanwhile
                 del self.recorded[: self.size]
                 self.taken += self.size
-                self.summed = summed([*self.summed, *events])
+                self.summed = summed([*earlier, *events])
                 if self.files is not None:
-                    self.files.write_batch(number, rows, (), batch.earlier)
-                while self.batches and self._kept() - self.size >= self.limit:
+                    self.files.write_batch(number, events, (), earlier)
+                while self.size * (len(self.batches) - 1) + len(self.recorded) >= self.limit:
                     oldest = self.batches.popleft()
                     if self.files is not None:
                         self.files.delete(oldest.number)
 
-    def _kept(self) -> int:
-        return self.size * len(self.batches) + len(self.recorded)
-
     def write_rest(self) -> None:
         """Write the events that are not in a full batch yet."""
-        if self.files is None:
-            return
-        unfinished = self.unfinished()  # and record which collectives without a wait have ended
-        with self.lock:
-            count = self.taken + len(self.recorded)
-            if count > self.written_count:
-                rows = [tuple(event) for event in self.in_seconds(list(self.recorded))]
+        self.written = time.monotonic()
+        if self.files is not None:
+            unfinished = self.unfinished()  # and record which works without a wait have ended
+            with self.lock:
+                events = self.in_seconds(list(self.recorded))
                 number = self.taken // self.size + 1
-                self.files.write_batch(number, rows, unfinished, self.summed)
-                self.written_count = count
-            self.written = time.monotonic()
+                self.files.write_batch(number, events, unfinished, self.summed)
 
     def rows(self, newest: Callable[[], list[EventRow]]) -> tuple[list[EventRow], list[Event]]:
         """Return all events that are kept, and the sums of those before them.

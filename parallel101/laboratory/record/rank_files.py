@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.record.events import EventRow, events_of
-from parallel101.laboratory.record.trace import Trace, shifted
+from parallel101.laboratory.record.trace import LISTS, Trace, shifted
 
 NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json\.gz")
 
@@ -74,9 +74,8 @@ class RankFiles:
         Trace(kept, self.world_size, self.backend, *others).save(written)
         written.replace(path)
         if not number:
-            for batch, path in _files(self.directory, self.rank)[self.rank].items():
-                if batch:
-                    path.unlink(missing_ok=True)
+            for batch in _files(self.directory, self.rank)[self.rank].keys() - {0}:
+                self.delete(batch)
 
     def write_batch(
         self,
@@ -138,26 +137,32 @@ def join_rank_files(directory: Path) -> JoinedFiles:
             f"{directory} has no files of ranks: record them with torchrun … -m parallel101 run "
             f"--record {directory} train.py"
         )
-    parts = {rank: _record_of(of_rank) for rank, of_rank in files.items()}
-    starts = {rank: _start_of(part) for rank, part in parts.items()}
-    size, backend, _ = starts[min(parts)]
-    left_out = [rank for rank, start in starts.items() if start != starts[min(parts)]]
-    for rank in left_out:
-        del parts[rank]
-    missing = [rank for rank in range(size) if rank not in parts]
-    cut_short = [rank for rank in parts if 0 not in files[rank]]
-    zeros = _zeros(list(parts.values()))
+    every = {rank: _record_of(of_rank) for rank, of_rank in files.items()}
+    marks = {rank: _start_mark(part) for rank, part in every.items()}
+    starts = {
+        rank: (part.world_size, part.backend, marks[rank].get("attempt", ""))
+        for rank, part in every.items()
+    }
+    start = size, backend, _ = starts[min(every)]
+    parts = {rank: part for rank, part in every.items() if starts[rank] == start}
+    # the start of the script on each machine's clock
+    on_host: dict[str, list[float]] = defaultdict(list)
+    for rank in parts:
+        if marks[rank]:
+            on_host[marks[rank]["host"]].append(marks[rank]["start"])
+    zeros = {host: statistics.median(times) for host, times in on_host.items()}
+    some = next(iter(zeros.values()), 0.0)
+    zero = {rank: zeros.get(marks[rank].get("host", ""), some) for rank in parts}
     rows, unfinished, earlier = (
-        [e for part, zero in zip(parts.values(), zeros) for e in shifted(getattr(part, name), zero)]
-        for name in ("events", "unfinished", "earlier")
+        [e for rank, part in parts.items() for e in shifted(getattr(part, name), zero[rank])]
+        for name in LISTS
     )
-    joined = Trace.from_rows(rows, size, backend, unfinished, earlier)
-    return JoinedFiles(joined, missing, left_out, cut_short)
-
-
-def _start_of(part: Trace) -> tuple[int, str, str]:
-    """Return what the ranks of one start of the job have in common: size, backend, attempt."""
-    return part.world_size, part.backend, _start_mark(part).get("attempt", "")
+    return JoinedFiles(
+        Trace.from_rows(rows, size, backend, unfinished, earlier),
+        missing=[rank for rank in range(size) if rank not in parts],
+        left_out=[rank for rank in every if rank not in parts],
+        cut_short=[rank for rank in parts if 0 not in files[rank]],
+    )
 
 
 def _start_mark(part: Trace) -> dict[str, Any]:
@@ -176,17 +181,3 @@ def _record_of(files: Mapping[int, Path]) -> Trace:
     events = [event for part in parts for event in part.events]
     newest = parts[-1]
     return Trace(events, newest.world_size, newest.backend, newest.unfinished, parts[0].earlier)
-
-
-def _zeros(parts: list[Trace]) -> list[float]:
-    """Return, for each rank's part, the start of the script on its machine.
-
-    It is the median over the machine's ranks, or 0 if there is only one machine.
-    """
-    starts: dict[str, list[float]] = defaultdict(list)
-    marks = [_start_mark(part) for part in parts]
-    for mark in filter(None, marks):
-        starts[mark["host"]].append(mark["start"])
-    if len(starts) < 2:
-        return [0.0] * len(parts)
-    return [statistics.median(starts[mark["host"]]) if mark else 0.0 for mark in marks]

@@ -25,11 +25,7 @@ from parallel101.laboratory.record.calls import Call, operation_on_ranks, rank_a
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.record.events import EventGroup, event_group
 from parallel101.laboratory.record.program_lines import caller
-from parallel101.laboratory.record.recorder import (
-    RankRecorder,
-    Recording,
-    WatchedWork,
-)
+from parallel101.laboratory.record.recorder import RankRecorder, WatchedWork
 from parallel101.laboratory.record.signatures import (
     COLLECTIVES,
     own_limit,
@@ -129,25 +125,21 @@ class RecordedGroup(torch_private.PythonGroup):
         seq = recorder.next_seq((kind, peer, tag, self.label), where, nbytes)
         peers = self.others if peer is None else (peer,)
         call = Call(recorder.rank, kind, peers, self.label, seq, where, tag, nbytes)
-        recording = None
+        work, event = WatchedWork(self, call, self.limit), None
         if recorder.recording:
             collective = current_collective()
-            call = call._replace(
+            work.call = call = call._replace(
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 within=operation_on_ranks(collective),
             )
             # the text of the call takes longer than the rest, and is rarely needed
             self._check(call, unfit(tensor, kind) and unfit(tensor, call.brief))
-            small, sends = tensor.nbytes <= recorder.payload_bytes, kind == "send"
-            recording = Recording(
-                recorder,
-                self._event_group(collective),
-                [tensor] * sends,
-                values([tensor]) if small and sends else None,
-                tensor if small and not sends else None,
-            )
-        return WatchedWork(self, call, self.limit).started(start(tensors, *args), recording)
+            small, sent = tensor.nbytes <= recorder.payload_bytes, [tensor] * (kind == "send")
+            work.received = tensor if small and not sent else None
+            payload = values(sent) if small and sent else None
+            event = work.record(self._event_group(collective), sent, payload)
+        return work.started(start(tensors, *args), event)
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
@@ -176,21 +168,21 @@ class RecordedGroup(torch_private.PythonGroup):
         limit = own_limit(
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)
         )
-        call, recording = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?"), None
+        call = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?")
+        work, event = WatchedWork(self, call, limit or self.limit, limit is not None), None
         if recorder.recording:
             call = spec.with_arguments(call._replace(where=caller()), args, self.ranks)
+            work.call = call
             self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
             small = call.nbytes <= recorder.payload_bytes and call.layout != "sparse"
-            recording = Recording(
-                recorder,
+            event = work.record(
                 self._event_group(None),
                 spec.unwritten_inputs(args, recorder.rank == call.root),
                 values(spec.own_tensors(args)) if small else None,
             )
-        work = WatchedWork(self, call, limit or self.limit, limit is not None)
         with recorder.blocked_in(work):  # some of them block here already
             inner = run(*args, **kwargs)
-        return work.started(inner, recording)
+        return work.started(inner, event)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
         return event_group(self.label, self.ranks, torch_private.mesh_axis(self), collective)
@@ -210,7 +202,7 @@ class RecordedGroup(torch_private.PythonGroup):
     ) -> None:
         work = self._collective("monitored_barrier", (timeout,), wait_all_ranks=wait_all_ranks)
         # it has no work of torch's own: when it returns, it is over
-        if work.recording is not None:
+        if work.event is not None:
             if self.recorder.record_waits:
-                self.recorder.add_wait(work.call, work.recording.start)
+                self.recorder.add_wait(work.call, work.event.start)
             work.ended()

@@ -107,7 +107,8 @@ class RankRecorder:
         self.earlier: list[Event] = []
         self.unfinished_works: weakref.WeakSet[WatchedWork] = weakref.WeakSet()
         # torch's own work, if it is a collective, and the event
-        self.dropped_works: collections.deque[tuple[dist.Work | None, Event]] = collections.deque()
+        self.dropped_works: collections.deque[tuple[dist.Work | None, Event]]
+        self.dropped_works = collections.deque(maxlen=MOST_DROPPED)
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
         # what the program does between its calls, in `parallel101 run`
         self.waited = 0.0  # seconds in which it was blocked in a call, if these are recorded
@@ -232,23 +233,17 @@ class RankRecorder:
         rows, self.earlier = self.last_events.rows(lambda: self._rows(self.recorded))
         return rows
 
-    @contextmanager
-    def keeping_last(self, limit: int, files: RankFiles | None = None) -> Iterator[None]:
-        """Keep the newest events only, and sums of the others, inside the block.
+    def keeping_last(self, limit: int, files: RankFiles | None = None) -> LastEvents:
+        """Return a context in which the newest events are kept only, and sums of the others.
 
         Args:
             limit: how many events, at least.
             files: to which they are written while the program runs.
         """
-        in_seconds = self.clock.in_seconds
         self.last_events = LastEvents(
-            limit, self.recorded, in_seconds, lambda: self.unfinished, files
+            limit, self.recorded, self.clock.in_seconds, lambda: self.unfinished, files
         )
-        self.last_events.start()
-        try:
-            yield
-        finally:
-            self.last_events.stop()
+        return self.last_events
 
     @property
     def unfinished(self) -> list[EventRow]:
@@ -256,8 +251,8 @@ class RankRecorder:
         now = self.now()
         self._end_dropped(run_is_over=False)
         dropped = [event._replace(end=now) for _, event in self.dropped_works]
-        works = [(work, work.recording) for work in list(self.unfinished_works)]
-        events = [work.event(r, now) for work, r in works if r is not None and not r.unrecorded]
+        works = [work.event for work in list(self.unfinished_works) if not work.unrecorded]
+        events = [event._replace(end=now) for event in works if event is not None]
         return self._rows(events + dropped)
 
     def close(self) -> None:
@@ -302,35 +297,6 @@ class Ended(dist.Work):
     is_completed = is_success = wait
 
 
-class Recording:
-    """The facts that a recorded run keeps of a call until it ends.
-
-    Args:
-        group: of the event.
-        inputs: tensors that must not change until the wait().
-        payload: the values that the event keeps, or None.
-        received: the tensor of a receive, if the event keeps its values.
-    """
-
-    __slots__ = ("group", "payload", "received", "start", "tensors", "unrecorded")
-
-    def __init__(
-        self,
-        recorder: RankRecorder,
-        group: EventGroup,
-        inputs: Sequence[torch.Tensor],
-        payload: list | None,
-        received: torch.Tensor | None = None,
-    ):
-        self.group, self.payload, self.received = group, payload, received
-        self.unrecorded = bool(recorder.unrecorded_label)
-        self.tensors = [(tensor, _contents(tensor)) for tensor in inputs]
-        self.start = recorder.now()
-
-    def changed(self) -> bool:
-        return any(_contents(tensor) != before for tensor, before in self.tensors)
-
-
 def _contents(tensor: torch.Tensor) -> bytes | int:
     """Return the tensor's bytes, or samples of them; on a GPU, how often torch wrote to its memory.
 
@@ -339,6 +305,11 @@ def _contents(tensor: torch.Tensor) -> bytes | int:
     if tensor.is_cpu:
         return snapshot(tensor.data_ptr(), tensor.nbytes)
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _of_inner(method: str) -> Any:
+    """Return a method that calls the one of torch's own work."""
+    return lambda self: getattr(self.inner, method)()
 
 
 class WatchedWork(dist.Work):
@@ -359,7 +330,12 @@ class WatchedWork(dist.Work):
     kept = True
     # on NCCL, the works of its batch: waiting for one is waiting for all
     batch: Sequence[WatchedWork] = ()
-    recording: Recording | None = None  # in a recorded run, from its start to its end
+    # in a recorded run, from the start of the call to its end: the event so far, the tensors that
+    # must not change until the wait() with their contents, and the tensor of a receive whose values
+    # are kept
+    event: Event | None = None
+    inputs: Sequence[tuple[torch.Tensor, bytes | int]] = ()
+    received: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -371,12 +347,24 @@ class WatchedWork(dist.Work):
         super().__init__()
         self.group, self.call, self.recorder = group, call, group.recorder
         self.limit, self.limit_in_call = limit, limit_in_call
+        self.unrecorded = bool(self.recorder.unrecorded_label)
 
-    def started(self, inner: dist.Work | None, recording: Recording | None = None) -> WatchedWork:
-        """Take what torch's backend has returned for the call; return itself."""
-        self.inner, self.recording = inner or Ended(), recording
+    def record(
+        self, group: EventGroup, inputs: Sequence[torch.Tensor], payload: list | None
+    ) -> Event:
+        """Return the event of the call, which starts now, and remember what its inputs contain."""
+        self.inputs = [(tensor, _contents(tensor)) for tensor in inputs]
+        start = self.recorder.now()
+        return self.call.event(group, start, start, start, payload)
+
+    def started(self, inner: dist.Work | None, event: Event | None = None) -> WatchedWork:
+        """Take what torch's backend has returned for the call; return itself.
+
+        `event`: in a recorded run.
+        """
+        self.inner, self.event = inner or Ended(), event
         self.kept = self.call.kind not in P2P
-        if recording is not None:
+        if event is not None:
             self.recorder.unfinished_works.add(self)
         return self
 
@@ -391,9 +379,12 @@ class WatchedWork(dist.Work):
         return self.limit if self.limit_in_call or self.recorder.keep_waiting else None
 
     def __del__(self) -> None:
-        if self.recording is not None:
+        if self.event is not None:
             self.note_unwaited()
-            self._note_dropped(self.recording)
+            # nobody will see it end: a collective ends anyway, a message may or may not
+            if not self.unrecorded:
+                work = None if self.call.kind in P2P else self.inner
+                self.recorder.dropped_works.append((work, self.event))
         if not self.kept:
             self.recorder.dropped[self.call.key, self.call.seq] = self.call.where
 
@@ -405,50 +396,33 @@ class WatchedWork(dist.Work):
         if self.call.kind in P2P and not self.kept:
             self.recorder.unwaited.append(self.call)
 
-    def _note_dropped(self, recording: Recording) -> None:
-        """Note that the work was dropped, so that nobody will see it end.
-
-        A collective ends anyway; a message may or may not.
-        """
-        if not recording.unrecorded:
-            event = self.event(recording, recording.start, recording.payload)
-            dropped = self.recorder.dropped_works
-            dropped.append((None if self.call.kind in P2P else self.inner, event))
-            if len(dropped) > MOST_DROPPED:
-                dropped.popleft()
-
     def wait(self, *timeout: Any) -> bool:
         recorder, is_message = self.recorder, self.call.kind in P2P
         # on gloo, a second wait() for a message waits for another message
         if self.waited and is_message and self.group.backend == "gloo":
             raise waited_twice(recorder.rank, self.call.kind)
-        self.kept = True
-        for work in self.batch:
+        works = self.batch or (self,)
+        for work in works:
             work.kept = True
-        if threading.get_ident() != recorder.thread:
-            answer = self.inner.wait(*timeout)
-        else:
-            answer = self._wait_in_program(is_message, timeout)
-        for work in self.batch or (self,):
-            work.ended(checked=True)
-        return answer
-
-    def _wait_in_program(self, is_message: bool, timeout: tuple) -> bool:
-        recorder = self.recorder
-        if timeout:
-            self.limit, self.limit_in_call = own_limit(*timeout), True
-        elif self.limit is not None and is_message:
-            # gloo's messages keep the limit that their group began with
-            timeout = (timedelta(seconds=self.limit),)
-        recorder.waiting = self
-        began = recorder.now() if recorder.record_waits else None
+        in_program, began = threading.get_ident() == recorder.thread, None
+        if in_program:
+            if timeout:
+                self.limit, self.limit_in_call = own_limit(*timeout), True
+            elif self.limit is not None and is_message:
+                # gloo's messages keep the limit that their group began with
+                timeout = (timedelta(seconds=self.limit),)
+            recorder.waiting = self
+            began = recorder.now() if recorder.record_waits else None
         try:
             answer = self.inner.wait(*timeout)
         finally:
-            recorder.waiting = None
+            if in_program:
+                recorder.waiting = None
             if began is not None:
                 recorder.add_wait(self.call, began)
-        self.waited = True
+        self.waited |= in_program
+        for work in works:
+            work.ended(checked=True)
         return answer
 
     def is_completed(self) -> bool:
@@ -457,27 +431,16 @@ class WatchedWork(dist.Work):
             self.ended(checked=True)
         return done
 
-    def is_success(self) -> bool:
-        return self.inner.is_success()
-
-    def exception(self) -> Any:
-        return self.inner.exception()
-
-    def result(self) -> Any:
-        return self.inner.result()
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
-
-    def _source_rank(self) -> int:
-        return self.inner._source_rank()
-
-    source_rank = _source_rank
+    is_success = _of_inner("is_success")
+    exception = _of_inner("exception")
+    result = _of_inner("result")
+    synchronize = _of_inner("synchronize")
+    _source_rank = source_rank = _of_inner("_source_rank")
 
     def get_future(self) -> Any:
         self.kept = True
         self.recorder.futures.append(self)
-        if self.recording is None:
+        if self.event is None:
             return self.inner.get_future()
         if self.recorder.record_waits:
             # where DDP's C++ waits for this future, which Python would not see
@@ -488,32 +451,26 @@ class WatchedWork(dist.Work):
         self.ended()
         return future.value()
 
-    def event(
-        self, recording: Recording, end: Any, payload: list | None = None, source: int | None = None
-    ) -> Event:
-        """Return the event of this work.
-
-        `source`: the sender of the message that a receive from any rank got. Such receives are
-        numbered separately, and so have a negative seq.
-        """
-        start = recording.start
-        event = self.call.event(recording.group, start, start, end, payload)
-        return event if source is None else event._replace(peer=source, seq=-self.call.seq)
-
     def ended(self, checked: bool = False) -> None:
         """Write the event, once.
 
         With `checked`, raise MisuseError if a tensor that the rank passed has changed.
         """
-        recording, self.recording = self.recording, None
-        if recording is None:
+        event, self.event = self.event, None
+        if event is None:
             return
-        recorder, call, end = self.recorder, self.call, self.recorder.now()
+        recorder, call = self.recorder, self.call
         recorder.unfinished_works.discard(self)
-        if not recording.unrecorded:
-            source = self.group.ranks[self.inner._source_rank()] if call.from_anyone else None
-            received = recording.received
-            payload = recording.payload if received is None else values([received])
-            recorder.recorded.append(self.event(recording, end, payload, source))
-        if checked and recording.changed():
+        inputs, self.inputs = self.inputs, ()
+        received, self.received = self.received, None
+        if not self.unrecorded:
+            event = event._replace(end=recorder.now())
+            if received is not None:
+                event = event._replace(payload=values([received]))
+            if call.from_anyone:
+                # such receives are numbered separately, and so have a negative seq
+                peer = self.group.ranks[self.inner._source_rank()]
+                event = event._replace(peer=peer, seq=-call.seq)
+            recorder.recorded.append(event)
+        if checked and any(_contents(tensor) != before for tensor, before in inputs):
             raise tensor_changed(call)

@@ -13,28 +13,20 @@ of all that were summed, and its labels have their number, seconds and longest.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from parallel101.laboratory.record.events import NO_GROUP, Event, EventGroup
+from parallel101.laboratory.record.events import NO_GROUP, Event
 
-# of one rank; a program with more of them, as by a new tag or name in each step, has the rest of
-# its sums under OTHER
-MOST_KEYS = 4096
+# of one rank; a program with more sums, as by a new tag or name in each step, has the rest of them
+# under OTHER
+MOST_SUMS = 4096
 OTHER = "(other lines)"
 WAIT = "wait"  # the kind under which times in which the program was blocked in a call are summed
 COUNT = "events summed"  # the label of a sum with the number of its events
 
 
-class SumKey(NamedTuple):
-    """The properties that events have in common if they are summed together."""
-
-    kind: str  # as in Event, or WAIT
-    name: str | None  # of a span, or of the call in which the program was blocked
-    where: str
-    peer: int | None
-    group: EventGroup
+Key = TypeVar("Key")
 
 
 class Sums(NamedTuple):
@@ -69,33 +61,27 @@ def summed(events: Sequence[Event]) -> list[Event]:
     left_out = set(map(id, marks))
     begin = min((e.start for e in events), default=0.0)
     end = max((e.end for e in events), default=0.0)
-    return marks + [
-        Event(
-            events[0].rank,
-            nbytes=sums.nbytes,
-            start=begin,
-            end=end,
-            posted=begin,
-            args={COUNT: sums.events, "seconds": sums.seconds, "longest": sums.longest},
-            **key._asdict(),
-        )
-        for key, sums in sums_by_key(e for e in events if id(e) not in left_out).items()
-    ]
-
-
-def sums_by_key(events: Iterable[Event]) -> dict[SumKey, Sums]:
-    """Return the sums over one rank's events, of which some may be sums."""
-    # equal groups are one object in a run, and to compare their ranks would take longer
-    alike: dict[tuple, list[Event]] = defaultdict(list)
+    sums: dict[Event, Sums] = {}
     for e in events:
-        alike[WAIT if is_wait(e) else e.kind, e.name, e.where, e.peer, id(e.group)].append(e)
-    sums: dict[SumKey, Sums] = {}
-    for (kind, name, where, peer, _), same in alike.items():
-        key = SumKey(kind, name, where, peer, same[0].group)
-        if key not in sums and len(sums) >= MOST_KEYS:
-            key = SumKey(kind, None, OTHER, peer, NO_GROUP)
-        for e in same:
+        if id(e) not in left_out:
+            kind = WAIT if is_wait(e) else e.kind
+            key = Event(
+                e.rank, kind, e.peer, 0, 0, begin, end, e.where, begin, e.group, name=e.name
+            )
+            if key not in sums and len(sums) >= MOST_SUMS:
+                key = key._replace(where=OTHER, group=NO_GROUP, name=None)
             sums[key] = sums.get(key, NOTHING).plus(sums_of(e))
+    for key, (count, nbytes, seconds, longest) in sums.items():
+        labels = {COUNT: count, "seconds": seconds, "longest": longest}
+        marks.append(key._replace(nbytes=nbytes, args=labels))
+    return marks
+
+
+def added(entries: Iterable[tuple[Key, Sums]]) -> dict[Key, Sums]:
+    """Return, for each key, the sums over all its entries."""
+    sums: dict[Key, Sums] = {}
+    for key, more in entries:
+        sums[key] = sums.get(key, NOTHING).plus(more)
     return sums
 
 

@@ -149,14 +149,16 @@ class Trace:
         A send for which nobody waited has ended if its receive has.
         """
         ends = {call_key(e): e.end for e in self.events if e.kind == "recv"}
-        still, ended = [], []
-        for e in self.unfinished:
-            end = ends.get(call_key(e)) if e.kind == "send" else None
-            if end is None:
-                still.append(e)
-            else:
-                ended.append(e._replace(end=max(e.start, end)))
-        self.unfinished, self.events = still, sorted([*self.events, *ended], key=BY_TIME)
+        ended = {
+            id(e): ends[key]
+            for e in self.unfinished
+            if e.kind == "send" and (key := call_key(e)) in ends
+        }
+        moved = [
+            e._replace(end=max(e.start, ended[id(e)])) for e in self.unfinished if id(e) in ended
+        ]
+        self.unfinished = [e for e in self.unfinished if id(e) not in ended]
+        self.events = sorted([*self.events, *moved], key=BY_TIME)
 
     @functools.cached_property
     def events(self) -> list[Event]:
@@ -270,19 +272,9 @@ class Trace:
         """
         data = Path(path).read_bytes()
         try:
-            content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-            version = content["format"]
-        except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
-        if version not in FORMATS:
-            raise ValueError(
-                f"{path} is not a trace that this version can read: its format is {version!r}, and "
-                f"{FORMATS[0]!r} was expected"
-            )
-        try:
-            return trace_in(content)
-        except ValueError as error:
-            raise ValueError(f"{path} is not as Trace.save wrote it: {error}") from error
+            return trace_in(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
+        except (ValueError, TypeError, EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path} is not a trace that Trace.save wrote: {error}") from error
 
     def to_chrome(self, path: str | os.PathLike) -> None:
         """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing.
@@ -348,25 +340,19 @@ def trace_in(content: dict[str, Any]) -> Trace:
     world.
     """
     content = {"earlier": [], **content}
-    world_size, backend = _entry(content, "world_size", int), _entry(content, "backend", str)
-    if world_size < 1:
-        raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
-    groups = [_group(entry, world_size) for entry in _entry(content, "groups", list)]
+    if content.get("format") not in FORMATS:
+        raise ValueError(f"its format is {content.get('format')!r}, not {FORMATS[0]!r}")
+    kinds = {"world_size": int, "backend": str, **dict.fromkeys(("groups", *LISTS), list)}
+    for name, kind in kinds.items():
+        if not isinstance(given := content.get(name), kind):
+            raise ValueError(f"its {name!r} is {given!r:.80}, where a {kind.__name__} was expected")
+    size = content["world_size"]
+    groups = [_group(entry, size) for entry in content["groups"]]
     with collector_paused():
         events, unfinished, earlier = (
-            [_event(row, groups, world_size) for row in _entry(content, name, list)]
-            for name in LISTS
+            [_event(row, groups, size) for row in content[name]] for name in LISTS
         )
-    return Trace(events, world_size, backend, unfinished, earlier)
-
-
-def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
-    if not isinstance(content.get(name), kind):
-        what = (
-            f"its {name!r} is {content[name]!r:.80}" if name in content else f"it has no {name!r}"
-        )
-        raise ValueError(f"{what}, where a {kind.__name__} was expected")
-    return content[name]
+    return Trace(events, size, content["backend"], unfinished, earlier)
 
 
 def _group(entry: Any, world_size: int) -> EventGroup:

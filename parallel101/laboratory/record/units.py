@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 def human_bytes(nbytes: float) -> str:
     """Format bytes in powers of 1024: 1536 -> "1.5 KiB", with one decimal if it is needed."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1024 or unit == "TiB":
-            digits = 0 if nbytes >= 100 or nbytes == int(nbytes) else 1
-            return f"{nbytes:.{digits}f} {unit}"
+    units = ["TiB", "GiB", "MiB", "KiB", "B"]
+    while nbytes >= 1024 and len(units) > 1:
         nbytes /= 1024
-    raise AssertionError("unreachable")
+        units.pop()
+    digits = 0 if nbytes >= 100 or nbytes == int(nbytes) else 1
+    return f"{nbytes:.{digits}f} {units[-1]}"
 
 
 def decimal_bytes(nbytes: float) -> str:
@@ -22,21 +22,22 @@ def decimal_bytes(nbytes: float) -> str:
 
     A trainer's `describe()` does so too.
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while nbytes >= 999.5 and len(units) > 1:
         nbytes /= 1000
-    return f"{nbytes:.3g} TB"
+        units.pop()
+    return f"{nbytes:.3g} {units[-1]}"
 
 
 def human_seconds(seconds: float) -> str:
     """Format seconds with three significant digits: 0.0123 -> "12.3 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            value = seconds * scale
-            digits = 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2
-            return f"{value:.{digits}f} {unit}"
-    raise AssertionError("unreachable")
+    unit, scale = "s", 1.0
+    for smaller in ("ms", "µs"):
+        if seconds * scale < 1:
+            unit, scale = smaller, scale * 1000
+    value = seconds * scale
+    digits = 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
 
 
 def round_step(span: float, most: int) -> float:

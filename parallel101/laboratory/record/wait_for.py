@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from parallel101.laboratory.record.calls import Call, CallKey, PostedMessage, tag_text
 from parallel101.laboratory.record.errors import DeadlockError, Waiting
+from parallel101.laboratory.record.events import P2P
 from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import ranks_text
 
@@ -31,6 +32,8 @@ from parallel101.laboratory.record.units import ranks_text
 CONFIRM_AFTER = 0.15
 # the same if a work object was dropped: it is not known whether its message had been sent before
 CONFIRM_DROPPED_AFTER = 0.8
+# of a message: what a rank posts, the word before the other rank, and what that must post
+SIDES = {"send": ("send", "to", "receive"), "recv": ("receive", "from", "send")}
 
 
 def find_deadlock(
@@ -67,8 +70,8 @@ def find_deadlock(
     needs = {rank: sorted(missing(call)) for rank, call in stuck.items()}
     waiting: dict[int, tuple[str, int | tuple[int, ...] | None, str]] = {}
     for rank, call in sorted(stuck.items()):
-        first, *others = needs[rank]
-        peer = None if call.from_anyone else (first, *others) if others else first
+        peers = tuple(needs[rank])
+        peer = None if call.from_anyone else peers if len(peers) > 1 else peers[0]
         waiting[rank] = (call.kind, peer, call.where)
     return DeadlockError(
         waiting,
@@ -100,18 +103,18 @@ def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
         receive = waits.get(send.peers[0]) if send.kind == "send" else None
         if receive is None or receive.kind != "recv" or receive.peers not in ((send.rank,), ()):
             continue
-        sends, receives = f"rank {send.rank} sends to rank", f"rank {receive.rank} receives"
         if send.group != receive.group:
-            notes.append(
-                f"{sends} {receive.rank} in one group, and {receives} in another. Use the same "
-                "group on both sides"
-            )
+            here, there, same = "in one group", "in another", "group"
         elif send.tag != receive.tag:
-            notes.append(
-                f"{sends} {receive.rank} with {tag_text(send.tag)}, and {receives} with "
-                f"{tag_text(receive.tag)}. Use the same tag on both sides"
-            )
-    return [(note, "") for note in notes]
+            here, there, same = f"with {tag_text(send.tag)}", f"with {tag_text(receive.tag)}", "tag"
+        else:
+            continue
+        note = (
+            f"rank {send.rank} sends to rank {receive.rank} {here}, and rank {receive.rank} "
+            f"receives {there}. Use the same {same} on both sides"
+        )
+        notes.append((note, ""))
+    return notes
 
 
 @dataclass
@@ -138,10 +141,11 @@ class RankStatus:
         """Return whether the rank is blocked in a call that no time limit ends."""
         return self.blocked is not None and self.limit is None
 
-    def count(self, key: CallKey) -> int:
-        """Return how many messages with a key were posted."""
+    def count(self, key: CallKey, but_dropped: bool = False) -> int:
+        """Return how many messages with a key were posted, or were and not dropped since."""
         newest = self.posted.get(key)
-        return newest[-1][0] if newest else 0
+        lost = sum(dropped == key for dropped, _ in self.dropped) if but_dropped else 0
+        return newest[-1][0] - lost if newest else 0
 
     def operation(self, group: str, seq: int) -> str | None:
         """Return the operation that this rank called as the seq-th collective of a group.
@@ -238,16 +242,9 @@ class WaitForGraph:
         deadlock = find_deadlock(waits, lambda call: self.missing(call, without_dropped), returned)
         if deadlock is None:
             return None
-        stuck = [
-            rank
-            for rank in range(len(self.ranks))
-            if rank in deadlock.waiting or self.ranks[rank].returned
-        ]
-        notes = (
-            deadlock.notes
-            + self._different_collectives(deadlock.waiting)
-            + ([] if deadlock.notes else self._unmatched_messages(stuck))
-        )
+        notes = deadlock.notes + self._different_collectives(deadlock.waiting)
+        if not deadlock.notes:
+            notes += self._unmatched_messages({*deadlock.waiting, *returned})
         return DeadlockError(
             deadlock.waiting,
             deadlock.cycle,
@@ -263,13 +260,7 @@ class WaitForGraph:
         """
 
         def count(rank: int, kind: str, peer: int | None) -> int:
-            key = (kind, peer, call.tag, call.group)
-            lost = (
-                sum(dropped == key for dropped, _ in self.ranks[rank].dropped)
-                if without_dropped
-                else 0
-            )
-            return self.ranks[rank].count(key) - lost
+            return self.ranks[rank].count((kind, peer, call.tag, call.group), without_dropped)
 
         if call.kind == "send":
             return [
@@ -292,16 +283,13 @@ class WaitForGraph:
 
     def _different_collectives(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
         """Return notes on collectives in which the ranks of a group call different operations."""
-        notes = []
-        calls = [
-            call
-            for rank in ranks
-            if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")
-        ]
-        made = max((s.collectives.get("new_group", (0,))[0] for s in self.ranks), default=0)
+        blocked = (self.ranks[rank].blocked for rank in ranks)
+        calls = {(call.group, call.seq) for call in blocked if call and call.kind not in P2P}
         # groups made in a different order may block only when they are used
-        groups = {("new_group", seq) for seq in range(1, made + 1)}
-        for group, seq in sorted({(call.group, call.seq) for call in calls} | groups):
+        made = max(status.collectives.get("new_group", (0,))[0] for status in self.ranks)
+        calls |= {("new_group", seq) for seq in range(1, made + 1)}
+        notes = []
+        for group, seq in sorted(calls):
             operations: dict[str, list[int]] = {}
             for rank, status in enumerate(self.ranks):
                 if operation := status.operation(group, seq):
@@ -310,45 +298,38 @@ class WaitForGraph:
                 called = ", ".join(
                     f"{operation} on {ranks_text(who)}" for operation, who in operations.items()
                 )
-                notes.append(
+                note = (
                     f"the ranks call different collectives: {called}. All must call the same ones "
                     "in the same order"
                 )
-        return [(note, "") for note in notes]
+                notes.append((note, ""))
+        return notes
 
-    def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
+    def _unmatched_messages(self, ranks: set[int]) -> list[tuple[str, str]]:
         """Return notes on messages that one side posted and the other never will.
 
         Messages for which a rank is shown to wait are left out.
         """
         notes = []
-        for rank in ranks:
-            status = self.ranks[rank]
-            for key, newest in status.posted.items():
+        for rank in sorted(ranks):
+            ours = self.ranks[rank]
+            for key, newest in ours.posted.items():
                 kind, peer, tag, group = key
-                if kind not in ("send", "recv") or peer is None or peer not in ranks:
+                if peer not in ranks:
                     continue
                 theirs, from_anyone = self.ranks[peer], ("recv", None, tag, group)
-                other = "recv" if kind == "send" else "send"
-                if theirs.count(from_anyone) or status.count(from_anyone):
+                if theirs.count(from_anyone) or ours.count(from_anyone):
                     continue  # it is not known which message a receive from any rank takes
-                blocked = status.blocked
-                waited = (
-                    blocked is not None
-                    and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group)
-                    and peer in blocked.peers
-                )
-                lost = sum(dropped == key for dropped, _ in status.dropped)
-                matched = theirs.count((other, rank, tag, group))
-                if (count := status.count(key) - matched - waited - lost) > 0:
-                    what, to, lacking = (
-                        ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
-                    )
+                what, to, lacking = SIDES[kind]
+                other = "recv" if kind == "send" else "send"
+                waited = ours.blocked is not None and ours.blocked.key == key
+                count = ours.count(key, but_dropped=True) - waited
+                if (count := count - theirs.count((other, rank, tag, group))) > 0:
                     posted = f"{count} {what}s" if count > 1 else f"a {what}"
                     with_tag = f" with {tag_text(tag)}" if tag else ""
                     note = (
-                        f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} "
-                        f"posted no matching {lacking}"
+                        f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and "
+                        f"rank {peer} posted no matching {lacking}"
                     )
                     notes.append((note, newest[-1][1]))
         return notes
