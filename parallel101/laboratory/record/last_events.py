@@ -100,8 +100,9 @@ class LastEvents(threading.Thread):
                 self.summed = summed([*earlier, *events])
                 if self.files is not None:
                     self.files.write_batch(number, events, (), earlier)
-                while self.size * (len(self.batches) - 1) + len(self.recorded) >= self.limit:
-                    oldest = self.batches.popleft()
+                kept = self.size * len(self.batches) + len(self.recorded)
+                while self.batches and kept - self.size >= self.limit:
+                    oldest, kept = self.batches.popleft(), kept - self.size
                     if self.files is not None:
                         self.files.delete(oldest.number)
 
