@@ -215,15 +215,10 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
     )
 
 
-UNEVEN = {  # what to do about a size that a rank took from its own shard
-    "sizes": (
-        ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole "
-        "tensor's shape as shape= to a layer"
-    ),
-    "whole_shape": (
-        ". If the blocks are uneven, pass the whole tensor's shape as shape= to the layer"
-    ),
-}
+UNEVEN = (  # what to do about a size that a rank took from its own shard
+    ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole tensor's "
+    "shape as shape= to a layer"
+)
 
 
 SAME_ON_ALL_RANKS = {  # of a collective
@@ -274,10 +269,8 @@ def _difference(ours: Call, theirs: Call) -> str | None:
         )
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:
-            return (
-                f"{name} is not the same on all ranks: {our_value} and "
-                f"{their_value}{UNEVEN.get(name, '')}"
-            )
+            advice = UNEVEN if name in ("sizes", "whole_shape") else ""
+            return f"{name} is not the same on all ranks: {our_value} and {their_value}{advice}"
     return None
 
 

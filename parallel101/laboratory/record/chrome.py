@@ -37,13 +37,9 @@ def chrome_events(
     everything = [*events, *unfinished]
     lane = _lanes(everything)
     for rank in range(world_size):
-        named = {
-            "process_name": {"name": f"rank {rank}"},
-            "process_sort_index": {"sort_index": rank},
-        }
-        out += [
-            {"ph": "M", "pid": rank + 1, "name": name, "args": args} for name, args in named.items()
-        ]
+        process: dict[str, Any] = {"ph": "M", "pid": rank + 1}
+        out.append({**process, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        out.append({**process, "name": "process_sort_index", "args": {"sort_index": rank}})
     for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
         args = {"name": ROWS[thread // 1000]}
         out.append({"ph": "M", "pid": rank + 1, "tid": thread, "name": "thread_name", "args": args})

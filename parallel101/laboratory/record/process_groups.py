@@ -139,13 +139,7 @@ def batches_on_nccl() -> Iterator[None]:
             group, *others = {getattr(op, "group", None) for op in ops} or {None}
             if others or not isinstance(group, RecordedGroup) or group.backend != "nccl":
                 return original(p2p_op_list)  # which also says what is wrong with the list
-            works: list[dist.Work] = []
-            with group.batched(works):
-                for op in p2p_op_list:
-                    work = op.op(op.tensor, op.peer, op.group, op.tag)
-                    if work is not None:
-                        works.append(work)
-            return works
+            return group.batch(p2p_op_list)
 
         return batch_isend_irecv
 

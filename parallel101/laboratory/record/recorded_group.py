@@ -12,8 +12,7 @@ collective of the program, also those of DistributedDataParallel and of sub-grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -141,19 +140,22 @@ class RecordedGroup(torch_private.PythonGroup):
             event = work.record(self._event_group(collective), sent, payload)
         return work.started(start(tensors, *args), event)
 
-    @contextmanager
-    def batched(self, works: list[dist.Work]) -> Iterator[None]:
-        """Start the messages posted inside as one batch, whose work becomes theirs.
+    def batch(self, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """Start messages as one batch, whose work becomes theirs.
 
         NCCL requires this of messages between two ranks.
         """
+        posted = []
         self.inner._start_coalescing()
         try:
-            yield
+            for one in messages:
+                posted.append(one.op(one.tensor, one.peer, one.group, one.tag))
         finally:
             whole = self.inner._end_coalescing()
+            works = [work for work in posted if work is not None]
             for work in works:
-                work.inner, work.batch = whole, works  # type: ignore[attr-defined]
+                work.inner, work.batch = whole, works
+        return works
 
     # ---- collectives: the same for all, after the table in signatures.py ----
 

@@ -32,6 +32,7 @@ WHOLE = 1 << 20
 SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
 # what may be passed instead of options, and its name in them
 OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+TORCHS_LIMITS = default_pg_timeout, default_pg_nccl_timeout
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 # with as many bytes on all ranks: gloo waits for ever for those that are missing
 SAME_BYTES = frozenset({"broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter"})
@@ -111,23 +112,17 @@ class CollectiveSpec(NamedTuple):
         """Return why these arguments must not be passed to a collective, or None if they may."""
         sums = self.kind == "all_reduce" and op_name(args[-1].reduceOp) == "sum"
         tensors = flat(args)
-        problem = next(
-            (text for t in tensors if (text := unfit(t, what, permuted=True, sparse=sums))), None
+        for tensor in tensors:
+            if problem := unfit(tensor, what, permuted=True, sparse=sums):
+                return problem
+        if len(self.depths) < 2 or len({layout(tensor) for tensor in tensors}) < 2:
+            return None
+        strides = sorted({f"{t.stride()} for shape {tuple(t.shape)}" for t in tensors})
+        return (
+            f"tensors whose dims have different orders in memory to {what}: their strides are "
+            f"{' and '.join(strides)}, and values are copied in the order of the memory. Pass "
+            "x.contiguous(), and receive into contiguous tensors"
         )
-        if (
-            problem is None
-            and len(self.depths) == 2
-            and len({layout(tensor) for tensor in tensors}) > 1
-        ):
-            strides = " and ".join(
-                sorted({f"{t.stride()} for shape {tuple(t.shape)}" for t in tensors})
-            )
-            return (
-                f"tensors whose dims have different orders in memory to {what}: their strides "
-                f"are {strides}, and values are copied in the order of the memory. Pass "
-                "x.contiguous(), and receive into contiguous tensors"
-            )
-        return problem
 
 
 def _specs() -> list[CollectiveSpec]:
@@ -249,11 +244,7 @@ def own_limit(timeout: timedelta | None) -> float | None:
 
     None for torch's defaults, and for what torch takes as no limit (zero and less).
     """
-    if (
-        timeout is None
-        or timeout <= timedelta(0)
-        or timeout in (default_pg_timeout, default_pg_nccl_timeout)
-    ):
+    if timeout is None or timeout <= timedelta(0) or timeout in TORCHS_LIMITS:
         return None
     return timeout.total_seconds()
 
@@ -266,10 +257,7 @@ _OPS = {
 
 def op_name(op: Any) -> str:
     """Return the name of a ReduceOp: "sum", "avg", …"""
-    for known, name in _OPS.items():
-        if op == known:
-            return name
-    return "premul_sum"
+    return next((name for known, name in _OPS.items() if op == known), "premul_sum")
 
 
 def bytes_by_rank(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
