@@ -205,6 +205,7 @@ def _run_in_job(
 ) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
     from parallel101.laboratory.ranks.torchrun import join_job, rank_and_size
+    from parallel101.laboratory.ranks.wire import Job
     from parallel101.laboratory.record.rank_files import RankFiles, remove_rank_files
 
     rank, size = rank_and_size()
@@ -216,10 +217,10 @@ def _run_in_job(
             program,
             (script, last_events, record),
             {},
-            recording=True,
-            folder=record,
-            keep_record=lambda kept: files.write(kept.events, kept.unfinished, kept.earlier),
-            **options,
+            Job(recording=True, **options | {"world_size": size}),
+            options["world_size"],
+            lambda kept: files.write(kept.events, kept.unfinished, kept.earlier),
+            record,
         )
     except RuntimeError as error:
         # it is raised on every rank; one that has died is reported by the rank that found it

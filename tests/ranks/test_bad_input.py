@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import sys
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 import parallel101 as p101
-
-launching = importlib.import_module("parallel101.laboratory.ranks.launch")
 
 
 def ok():
@@ -38,8 +35,12 @@ def ok():
         ({"stuck_after": 0}, ValueError, "stuck_after is 0"),
         ({"network": p101.Network()}, ValueError, "network works with backend='sim' only"),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
-        ({"device": "H1000", "backend": "sim"}, ValueError, "'A100', 'H100', 'H200', 'B200', or N"),
-        ({"device": torch.device("cuda"), "backend": "sim"}, ValueError, "must be one of 'A100'"),
+        ({"device": "H1000", "backend": "sim"}, ValueError, "'A100', 'H100', 'H200', 'B200', N"),
+        (
+            {"device": torch.device("cuda"), "backend": "sim"},
+            ValueError,
+            "one of 'A100', 'H100'",
+        ),
         ({"device": "H100"}, ValueError, "works with backend='sim' only, and backend is 'gloo'"),
     ],
     ids=str,
@@ -106,19 +107,6 @@ def test_no_time_limit(timeout, backend):
     assert p101.launch(ok, world_size=2, backend=backend, **limits).results == [1, 1]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a directory in use can't be deleted on this system")
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_deleted_working_directory_raises_before_anything_is_started(
-    backend, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(launching, "start_ranks", lambda count: pytest.fail("ranks were started"))
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(RuntimeError, match=r"the working directory .* was deleted.*os\.chdir"):
-        p101.launch(ok, backend=backend)
-
-
 def test_arguments_that_the_function_does_not_take():
     with pytest.raises(p101.RankFailed) as raised:
         p101.launch(lambda x: x, world_size=2)
@@ -138,7 +126,7 @@ def test_a_program_that_the_ranks_cannot_unpickle(backend, tmp_path):
     plugin = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plugin)
     sys.modules["plugin"] = plugin
-    missing = r"a module that the ranks can't import: No module named 'plugin'.*sys\.path"
+    missing = r"a module that the ranks can't import: .*No module named 'plugin'.*sys\.path"
     try:
         with pytest.raises(p101.RankFailed, match=missing):
             p101.launch(plugin.f, world_size=2, backend=backend)

@@ -108,7 +108,7 @@ os.fork = refused
     with monkeypatch.context() as patched:
         whole = processes._python_code
         patched.setattr(processes, "_python_code", lambda code: whole(refuse_once + code))
-        told = "no more processes for this user: 2 ranks were asked for"
+        told = "2 ranks need a process each"
         with pytest.raises(BlockingIOError, match=told):
             p101.launch(int, world_size=2)
     assert p101.launch(int, world_size=2).results == [0, 0]

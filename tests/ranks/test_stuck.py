@@ -12,8 +12,7 @@ import threading
 
 import pytest
 
-from parallel101.laboratory.ranks.diagnosis import SILENT, rank_lines, stuck_text
-from parallel101.laboratory.ranks.run_watcher import StuckDetector
+from parallel101.laboratory.ranks.diagnosis import SILENT, StuckDetector, rank_lines, stuck_text
 from parallel101.laboratory.ranks.watcher import Watcher, stack_lines
 from parallel101.laboratory.ranks.wire import RankStack
 from parallel101.laboratory.record.recorder import RankRecorder

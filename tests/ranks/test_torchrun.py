@@ -10,10 +10,10 @@ import textwrap
 
 import torch.distributed as dist
 
+from parallel101.laboratory.ranks import wire as frames
 from parallel101.laboratory.ranks.monitor import Monitor
 from parallel101.laboratory.ranks.pickling import pack, unpack
 from parallel101.laboratory.ranks.torchrun import MonitorThread, connect
-from parallel101.laboratory.ranks.wire import EXIT, RESULT
 from tests.ranks.job import Job
 
 # CPython tells an audit hook of each class or function that an unpickler imports. One that makes
@@ -108,7 +108,7 @@ def test_errors_can_be_caught_and_a_deadlock_ends_the_job(tmp_path):
 def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     store = dist.HashStore()
-    monitor = MonitorThread(Monitor(1, 60.0), store)
+    monitor = MonitorThread(Monitor(frames.Job(1, "gloo")), store)
     monitor.start()
     _, port, *_ = store.get("monitor").decode().split()
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"h" + bytes(12)):
@@ -119,9 +119,9 @@ def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
             except ConnectionResetError:
                 pass
     wire, pid = connect(0, store, 10.0)
-    wire.send_packed(RESULT, *pack([7], plain=True))
+    wire.send_packed(frames.RESULT, *pack([7], plain=True))
     kind, (results, _) = wire.receive()
-    assert kind == EXIT and unpack(*results[0], plain=True) == [7]
+    assert kind == frames.EXIT and unpack(*results[0], plain=True) == [7]
     assert pid == os.getpid()
     wire.sock.close()
     monitor.join()

@@ -1,15 +1,23 @@
 """Says what the ranks of a run do, and makes the errors for ranks that raised, died or took long.
 
+    waits, stacks ────────▶ StuckDetector   whether a run makes no progress
     statuses, stacks ─────▶ rank_lines      who waits for whom, and where the others are
     exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
     exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
     time limit ───────────▶ timed_out       where each rank was
 
 Deadlocks and misuse are found elsewhere: see record/wait_for.py and record/calls.py.
+
+    rank 0  ── all_reduce ── waits ────────────────────▶  after `stuck_after` seconds: a report with
+    rank 1  ── q.get() ── never comes, or computes long    the stack of rank 1. The run goes on.
+
+A rank may be in an endless loop, or blocked by a lock, a queue whose worker died or a full disk. It
+may also compute for long. Nobody can know whether it will come, so a report never ends a run.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -31,6 +39,7 @@ SILENT = (
     "be reached"
 )
 ABSENT = "had not reached this launch: every process of the job must make the same launches"
+SHORTEST_PAUSE = 0.5  # seconds between two looks at ranks that still make progress
 PLURAL = {"waits": "wait", "has": "have", "is": "are", "does": "do", "had": "had"}
 
 
@@ -73,14 +82,11 @@ def rank_lines(
             lines = [f"is at {shown(stack.place)}", *(_details(stack) if details else [])]
         if lines != [""]:
             ranks_with.setdefault(tuple(lines), []).append(rank)
-    return [line for lines, ranks in ranks_with.items() for line in _of_ranks(lines, ranks)]
-
-
-def _of_ranks(lines: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    verb, _, rest = lines[0].partition(" ")
-    if len(ranks) > 1:
-        verb = PLURAL[verb]
-    return [f"{ranks_text(ranks)} {verb} {rest}", *lines[1:]]
+    said = []
+    for (first, *more), ranks in ranks_with.items():
+        verb, _, rest = first.partition(" ")
+        said += [f"{ranks_text(ranks)} {verb if len(ranks) == 1 else PLURAL[verb]} {rest}", *more]
+    return said
 
 
 def _details(stack: RankStack) -> list[str]:
@@ -107,6 +113,54 @@ def stuck_text(lines: list[str], seconds: float, pause: float) -> str:
     head = f"parallel101: no progress for {int(seconds)} s, and no deadlock that can be proven."
     end = f"The run goes on. If nothing changes, the next report comes in {pause:.0f} s."
     return "\n  ".join([head, *lines, end])
+
+
+# ---- when ----
+
+
+class StuckDetector:
+    """Says when a run has made no progress for so long that there should be a report.
+
+    At least one rank waits then, and the others have called nothing. A rank that has returned
+    waits for all that have not. Reports about the same waits come after `after` seconds, then after
+    twice that time, and so on.
+
+    Args:
+        after: seconds; infinity: no report.
+        virtual: the ranks are those of one process on sim. All but one wait for their turn.
+    """
+
+    def __init__(self, after: float, virtual: bool = False):
+        self.after, self.pause, self.virtual = after, after, virtual
+        # by rank: the call that it waits in; True if it has returned; None
+        self.waits: Sequence[Call | bool | None] = ()
+        self.since = self.next_report = 0.0
+
+    def due(self, now: float, graph: WaitForGraph) -> float:
+        """Return when to read the stacks of all ranks; infinity while no rank waits."""
+        waits = [status.returned or status.blocked for status in graph.ranks]
+        if waits != self.waits:
+            self.waits, self.since = waits, now
+            self.pause, self.next_report = self.after, now + self.after
+        some_wait = any(waits) and not all(wait is True for wait in waits)
+        return self.next_report if some_wait or self.virtual else math.inf
+
+    def stuck(self, now: float, quiet: Mapping[int, float]) -> bool:
+        """Return whether to report now. If not, `due` is later.
+
+        Args:
+            quiet: by rank, the seconds in which it has called nothing; a rank that did not answer
+                is left out, and on sim one that waits.
+        """
+        waits = set() if self.virtual else {r for r, wait in enumerate(self.waits) if wait}
+        least = min((quiet[rank] for rank in quiet.keys() - waits), default=math.inf)
+        if least < self.after:
+            self.pause, self.since = self.after, max(self.since, now - least)
+            self.next_report = now + max(self.after - least, SHORTEST_PAUSE)
+            return False
+        self.pause *= 2
+        self.next_report = now + self.pause
+        return True
 
 
 # ---- errors ----

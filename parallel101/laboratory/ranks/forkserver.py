@@ -81,10 +81,8 @@ def serve(fd: int) -> None:
             _answer(server, pid)
     server.close()
     for pid in statuses:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     os._exit(0)  # Python would first free all that torch has made, for up to a second
 
 
@@ -93,16 +91,13 @@ def _receive(server: socket.socket) -> tuple[list[str], list[int]]:
 
     There are no words if the launching process is gone. Names of modules may be thousands of bytes.
     """
-    line = b""
-    fds: list[int] = []
-    while not line.endswith(b"\n"):
-        try:
+    line, fds = b"", list[int]()
+    with contextlib.suppress(ConnectionResetError):
+        while not line.endswith(b"\n"):
             part, received, _, _ = socket.recv_fds(server, 1 << 16, 4)
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            return [], []
-        line, fds = line + part, fds + received
+            line, fds = line + part, fds + received
+            if not part:
+                return [], []
     return line.decode().split(), fds
 
 
@@ -129,18 +124,12 @@ def _take_channels(control: int, out: int, err: int, status: int) -> dict[str, A
 def _reap(statuses: dict[int, int]) -> None:
     """Report the exit codes of the ranks that have ended."""
     while statuses:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
+        pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        if pid in statuses:
-            end = statuses.pop(pid)
-            try:
+        if (end := statuses.pop(pid, -1)) >= 0:
+            with contextlib.suppress(BrokenPipeError):  # the launching process no longer reads
                 os.write(end, f"{os.waitstatus_to_exitcode(status)}\n".encode())
-            except BrokenPipeError:
-                pass  # the launching process has stopped reading
             os.close(end)
 
 

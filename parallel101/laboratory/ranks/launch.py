@@ -27,7 +27,7 @@ from parallel101.cost.hardware import CHIPS, chip_of
 from parallel101.laboratory.ranks.monitor import Monitor
 from parallel101.laboratory.ranks.pickling import pack, unpack
 from parallel101.laboratory.ranks.processes import Rendezvous, preload, start_ranks
-from parallel101.laboratory.ranks.program import will_import
+from parallel101.laboratory.ranks.program import SLOW_IMPORTS, USE_DYNAMO
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
 from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord
 from parallel101.laboratory.record import process_groups
@@ -206,25 +206,31 @@ def launch(
         >>> run.results
         [tensor([0., 0.]), tensor([1., 1.]), tensor([2., 2.])]
     """
-    _check_arguments(fn, backend, trace, timeout, network, rules, device)
-    _check_seconds("stuck_after", stuck_after)
-    if mirrors is not None:
-        world_size = _mirrored_size(mirrors, world_size, backend, rules)
-    timeout, stuck_after = min(timeout, MAX_TIMEOUT), min(stuck_after, MAX_TIMEOUT)
-    recording = bool(trace) or (backend == "sim" and mirrors is None)
-    options: dict[str, Any] = {
-        "backend": backend,
-        "recording": recording,
-        "payload_bytes": PAYLOAD_BYTES if trace == "payload" else 0,
-        "keep_waiting": keep_waiting,
-        "stuck_after": stuck_after,
-    }
-    if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
-        results, records = join_job(
-            fn, args, kwargs, world_size=world_size, timeout=timeout, **options
+    if not callable(fn):
+        raise TypeError(
+            f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}"
         )
-        size = len(results)
-        run = Run(results, _trace(records, size, backend) if recording else None, backend, size)
+    on_sim = {"network": network, "rules": rules, "mirrors": mirrors}
+    _check_options(backend, trace, timeout, stuck_after, device, on_sim)
+    if mirrors is not None and world_size not in (None, mirrors.world_size):
+        raise ValueError(
+            f"world_size is {world_size}, and the mesh of mirrors={mirrors} has "
+            f"{mirrors.world_size} ranks: leave world_size out"
+        )
+    job = Job(
+        0 if mirrors is None else mirrors.world_size,
+        backend,
+        min(timeout, MAX_TIMEOUT),
+        recording=bool(trace) or (backend == "sim" and mirrors is None),
+        payload_bytes=PAYLOAD_BYTES if trace == "payload" else 0,
+        keep_waiting=keep_waiting,
+        stuck_after=min(stuck_after, MAX_TIMEOUT),
+        device=device,
+        simulated=on_sim,
+    )
+    if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
+        results, records = join_job(fn, args, kwargs, job, world_size)
+        run = _run(job, results, records)
         _check_waits(records)
         return run
     if "PARALLEL101_RANK" in os.environ:
@@ -232,51 +238,44 @@ def launch(
             f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch. "
             "A rank can't launch ranks: call launch() outside the function that runs on the ranks"
         )
-    size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
+    job.world_size = job.world_size or _world_size(world_size)
     if backend == "nccl":
-        _check_gpus(size)
+        _check_gpus(job.world_size)
     if network is None and device is not None:
-        network = Network.two_level(**Cluster(chip_of(device), size).network_arguments())
+        cluster = Cluster(chip_of(device), job.world_size)
+        network = on_sim["network"] = Network.two_level(**cluster.network_arguments())
     if network is not None:
-        network.router(size)  # raises if its topology is for another number of ranks
+        network.router(job.world_size)  # raises if its topology is for another number of ranks
         if mirrors is not None:
             mirrors.router(network)
-    directory = _working_directory()
+    surroundings = {
+        "path": sys.path,
+        "directory": os.getcwd(),
+        "environ": dict(os.environ),
+        "sources": {k: e for k, e in linecache.cache.items() if len(e) == 4 and e[1] is None},
+    }
     program = _pack_program(fn, args, kwargs)
-    preload(will_import(program[0]))
+    uses_dynamo = any(name in program[0].lower() for name in USE_DYNAMO)
+    preload(SLOW_IMPORTS[:uses_dynamo])
     rendezvous = Rendezvous() if backend != "sim" else None
-    processes = start_ranks(1 if backend == "sim" else size)
-    monitor = Monitor(len(processes), timeout, checked=recording, stuck_after=stuck_after)
+    processes = start_ranks(job.processes)
+    monitor = Monitor(job)
     for rank, process in zip(monitor.ranks, processes):
         monitor.add_process(rank, process, "" if backend == "sim" else f"[rank {rank.rank}] ")
-    cells = {name: e for name, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
     explained = False
     try:
         for rank in monitor.ranks:
-            job = Job(
-                rank=rank.rank,
-                world_size=size,
-                rendezvous=None if rendezvous is None else rendezvous.path,
-                network=network,
-                rules=rules,
-                device=device,
-                mirrors=mirrors,
-                path=sys.path,
-                directory=directory,
-                environ=dict(os.environ),
-                sources=cells,
-                **options,
-            )
             # if the process has died already, the monitor reports it
             with contextlib.suppress(OSError):
                 assert rank.wire is not None
-                rank.wire.send(JOB, job)
+                path = None if rendezvous is None else rendezvous.path
+                rank.wire.send(JOB, (rank.rank, job, path, surroundings))
                 rank.wire.send_packed(PROGRAM, *program)
         monitor.watch()
         _check_waits(monitor.records())
         for warning in (text for record in monitor.records() for text in record.warnings):
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
-        results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
+        results = [unpack(*packed) for packed in monitor.results()]
         if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
             results = [unpack(*packed) for packed in results[0]]
         monitor.let_exit()
@@ -284,11 +283,11 @@ def launch(
     except (DeadlockError, RankFailed, LaunchTimeout, KeyboardInterrupt) as error:
         explained = not isinstance(error, KeyboardInterrupt)
         if not explained:
-            monitor.watcher.report("interrupted: what the ranks did")
-        if recording:
+            monitor.report("interrupted: what the ranks did")
+        if job.recording:
             monitor.ask_records(TO_SEND_A_RECORD)
-        if recording or explained:
-            error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
+        if job.recording or explained:
+            error.trace = _trace(job, monitor.records())  # type: ignore[union-attr]
         # IPython and pytest then leave out this frame, which explains nothing
         __tracebackhide__ = True
         raise error.with_traceback(None) from error.__cause__
@@ -296,9 +295,21 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    recorded = _trace(monitor.records(), size, backend) if recording else None
-    gpus = monitor.records()[0].gpus if device is not None else None
-    return Run(results, recorded, backend, size, None if gpus is None else list(gpus))
+    return _run(job, results, monitor.records())
+
+
+def _run(job: Job, results: list[Any], records: Sequence[RankRecord]) -> Run:
+    trace = _trace(job, records) if job.recording else None
+    gpus = list(records[0].gpus) if job.device is not None else None
+    return Run(results, trace, job.backend, job.world_size, gpus)
+
+
+def _trace(job: Job, records: Sequence[RankRecord]) -> Trace:
+    events, unfinished, earlier = (
+        [event for record in records for event in getattr(record, name)]
+        for name in ("events", "unfinished", "earlier")
+    )
+    return Trace.from_rows(events, job.world_size, job.backend, unfinished, earlier)
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:
@@ -311,14 +322,6 @@ def _check_waits(records: Sequence[RankRecord]) -> None:
         raise MisuseError(never_waited(receives), receives[0].rank)
     if calls:
         warnings.warn(never_waited(calls), RuntimeWarning, stacklevel=3)
-
-
-def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
-    events, unfinished, earlier = (
-        [event for record in records for event in getattr(record, name)]
-        for name in ("events", "unfinished", "earlier")
-    )
-    return Trace.from_rows(events, size, backend, unfinished, earlier)
 
 
 def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
@@ -344,75 +347,48 @@ def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]
         raise
 
 
-def _check_arguments(
-    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any, device: Any
+def _check_options(
+    backend: Any, trace: Any, timeout: Any, stuck_after: Any, device: Any, on_sim: dict[str, Any]
 ) -> None:
-    if not callable(fn):
-        raise TypeError(
-            f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}"
-        )
+    kind = device.upper() if isinstance(device, str) else device
     for name, value, allowed in (
         ("backend", backend, BACKENDS),
-        ("rules", rules, RULES),
+        ("rules", on_sim["rules"], RULES),
         ("trace", trace, TRACE),
+        ("device", kind, (*GPUS, None)),
     ):
         if value not in allowed:
-            raise ValueError(
-                f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
-            )
-    _check_seconds("timeout", timeout)
-    if network is not None and not isinstance(network, Network):
+            options = ", ".join(map(repr, allowed))
+            raise ValueError(f"{name} is {value!r}; it must be one of {options}")
+    for name, value in (("timeout", timeout), ("stuck_after", stuck_after)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} is {value!r}; it must be a number of seconds above zero")
+    network, mirrors = on_sim["network"], on_sim["mirrors"]
+    if not isinstance(network, Network | None):
         raise TypeError(
             f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
             "bandwidth=…)"
         )
-    if device is not None and str(device).casefold() not in map(str.casefold, GPUS):
-        raise ValueError(
-            f"device is {device!r}; it must be one of {', '.join(map(repr, GPUS))}, or None for "
-            "the CPU"
-        )
-    for name, value, default in (
-        ("network", network, None),
-        ("rules", rules, "gloo"),
-        ("device", device, None),
-    ):
-        if value != default and backend != "sim":
+    if not isinstance(mirrors, MirroredAxes | None):
+        raise TypeError(f"mirrors is a {type(mirrors).__name__}; it must be a MirroredAxes")
+    if mirrors is not None and on_sim["rules"] != "gloo":
+        raise ValueError(f"mirrors works with rules='gloo' only; got {on_sim['rules']!r}")
+    for name, value in (on_sim | {"device": device}).items():
+        if value not in (None, "gloo") and backend != "sim":
             raise ValueError(
                 f"{name} works with backend='sim' only, and backend is {backend!r}: "
                 f"leave {name} out, or use backend='sim'"
             )
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number of seconds above zero")
-
-
 def _world_size(value: Any) -> int:
-    try:
-        size = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # also of a class or a tensor of floats, which have __index__
-        size = None
-    if size is None:
-        raise TypeError(f"world_size is {value!r}; it must be a whole number of ranks, 1 or more")
-    if size < 1:
-        raise ValueError(f"world_size is {size}; there must be at least 1 rank")
-    return size
-
-
-def _mirrored_size(mirrors: MirroredAxes, size: Any, backend: str, rules: str) -> int:
-    if not isinstance(mirrors, MirroredAxes):
-        raise TypeError(f"mirrors is a {type(mirrors).__name__}; it must be a MirroredAxes")
-    if backend != "sim" or rules != "gloo":
-        raise ValueError(
-            f"mirrors works with backend='sim' and rules='gloo' only; got {backend!r} and {rules!r}"
-        )
-    if size not in (None, mirrors.world_size):
-        raise ValueError(
-            f"world_size is {size}, and the mesh of mirrors={mirrors} has {mirrors.world_size} "
-            "ranks: leave world_size out"
-        )
-    return mirrors.world_size
+    if value is None:
+        return DEFAULT_WORLD_SIZE
+    with contextlib.suppress(TypeError):  # also of a tensor of floats, which has __index__
+        if not isinstance(value, bool) and operator.index(value) >= 1:
+            return operator.index(value)
+    error = ValueError if type(value) is int else TypeError
+    raise error(f"world_size is {value!r}; it must be a whole number of ranks, 1 or more")
 
 
 def _check_gpus(size: int) -> None:
@@ -428,13 +404,3 @@ def _check_gpus(size: int) -> None:
             f"has {count} GPU{'s' * (count != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
             f"With {process_groups.SHARE_GPUS}=1 in the environment, ranks share a GPU, slowly"
         )
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise RuntimeError(
-            "the working directory of this process was deleted, and the ranks would run there. "
-            "Change to another one first (os.chdir)"
-        ) from None

@@ -47,11 +47,8 @@ class Screen:
         if lines:
             out, line, width = self._at(stream)
             self.widths[line] = 0
-            self._write(
-                out,
-                ("\r" if width else "")
-                + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]),
-            )
+            text = "\n".join([lines[0].ljust(width), *lines[1:]])
+            self._write(out, f"\r{text}\n" if width else f"{text}\n")
         if rest:
             self.long = self.long or LongOutput()
             self.long.add(rest)
@@ -73,10 +70,16 @@ class Screen:
         return out, line, self.widths.get(line, 0)
 
     def _write(self, out, text: str) -> None:
-        if self.closed:
+        # None: this process has no such stream (a daemon, pythonw). print() writes nothing there
+        # either
+        if self.closed or out is None:
             return
         try:
-            _write(out, text)
+            try:
+                out.write(text)
+            except UnicodeEncodeError:  # the terminal lacks a character: show its code
+                out.write(text.encode(out.encoding, "backslashreplace").decode(out.encoding))
+            out.flush()
         except (OSError, ValueError):
             self.closed = True
             raise
@@ -177,22 +180,10 @@ class RankOutput:
             self.screen.lines(self.stream, others)
 
 
-def _write(out, text: str) -> None:
-    # this process has no such stream (a daemon, pythonw): print() writes nothing there either
-    if out is None:
-        return
-    try:
-        out.write(text)
-    except UnicodeEncodeError:  # the terminal lacks a character: show its code
-        out.write(text.encode(out.encoding, "backslashreplace").decode(out.encoding))
-    out.flush()
-
-
 def read_available(channel: io.FileIO | socket.socket) -> bytes:
     """Return the bytes that can be read now; nothing when the other end is closed."""
+    read = channel.recv if isinstance(channel, socket.socket) else channel.read
     try:
-        return (
-            channel.recv(1 << 16) if isinstance(channel, socket.socket) else channel.read(1 << 16)
-        ) or b""
+        return read(1 << 16) or b""
     except OSError:
         return b""

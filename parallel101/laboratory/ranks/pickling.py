@@ -41,7 +41,8 @@ OWN_ERRORS = (errors.DeadlockError, errors.LaunchTimeout, errors.MisuseError, er
 def pack(value: Any, plain: bool = False) -> tuple[bytes, list[pickle.PickleBuffer]]:
     """Pickle a value: the body, and the memory of its tensors, which is sent beside it."""
     file, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
-    (_PlainPickler if plain else _Pickler)(file, buffers).dump(value)
+    pickler = _PlainPickler if plain else _Pickler
+    pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     return file.getvalue(), buffers
 
 
@@ -74,42 +75,32 @@ def pack_result(value: Any, rank: int, plain: bool = False) -> tuple[bytes, list
 
 
 def _tensor_or_error(pickler: Any, obj: Any) -> Any:
-    """Return how to rebuild a dense tensor or an exception; NotImplemented for anything else."""
+    """Return how to rebuild a dense tensor, its storage or an exception.
+
+    NotImplemented for anything else. Views of one storage stay views of one storage: a pickler
+    writes each object once.
+    """
+    if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+        return _storage, (pickle.PickleBuffer(bytes_of(obj)),)
     strided = type(obj) is torch.Tensor and obj.layout is torch.strided
     # so its memory is its values; to a launch's ranks, torch sends lazy conjugates and negatives
     lazy = strided and (obj.is_conj() or obj.is_neg()) and not isinstance(pickler, _PlainPickler)
     if strided and not (obj.is_meta or obj.is_quantized or lazy):
-        tensor = lean(obj)
-        storage = tensor.untyped_storage()
-        pickled = pickler.storages.setdefault(
-            storage.data_ptr() if storage.nbytes() else id(storage), _PickledStorage(storage)
-        )
-        layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        return _tensor, (pickled, *layout, tensor.requires_grad)
+        sent = lean(obj)
+        layout = sent.dtype, sent.storage_offset(), sent.shape, sent.stride(), sent.requires_grad
+        return _tensor, (sent.untyped_storage(), *layout)
     if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
         return _exception, (type(obj), obj.args, obj.__dict__)
     return NotImplemented
 
 
 class _PlainPickler(pickle.Pickler):
-    def __init__(self, file, buffers):
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self.storages: dict[int, _PickledStorage] = {}
-
     reducer_override = _tensor_or_error
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file, buffers):
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self.storages: dict[int, _PickledStorage] = {}
-
     def reducer_override(self, obj):
-        if (
-            isinstance(obj, ModuleType)
-            and type(obj) is not ModuleType
-            and sys.modules.get(obj.__name__) is obj
-        ):
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
             # torch's config modules: cloudpickle knows modules of the plain type only
             return importlib.import_module, (obj.__name__,)
         if generator := _global_generator(obj):
@@ -127,19 +118,6 @@ def lean(tensor: torch.Tensor) -> torch.Tensor:
     if sent.untyped_storage().nbytes() > max(2 * sent.nbytes, SMALL):
         sent = sent.clone(memory_format=torch.contiguous_format)
     return sent.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-class _PickledStorage:
-    """A tensor's storage, pickled as one out-of-band buffer.
-
-    So views of one storage stay views of one storage.
-    """
-
-    def __init__(self, storage: torch.UntypedStorage):
-        self.storage = storage
-
-    def __reduce_ex__(self, protocol):
-        return _storage, (pickle.PickleBuffer(bytes_of(self.storage)),)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Any:
@@ -179,11 +157,8 @@ def _storage(buffer) -> torch.UntypedStorage:
 
 
 def _tensor(storage, dtype, offset, shape, stride, requires_grad) -> torch.Tensor:
-    return (
-        torch.empty(0, dtype=dtype)
-        .set_(storage, offset, shape, stride)
-        .requires_grad_(requires_grad)
-    )
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseException:

@@ -30,13 +30,6 @@ from dataclasses import dataclass
 from typing import IO
 
 Channel = io.FileIO | socket.socket
-LIMITS = {
-    errno.EMFILE: ("too many files would be open: {} ranks need about 10 each", "-n"),
-    errno.EAGAIN: (
-        "the system starts no more processes for this user: {} ranks were asked for",
-        "-u",
-    ),
-}
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -100,11 +93,12 @@ def start_ranks(
         for rank in ranks:
             kill(rank)
             rank.close()
-        if isinstance(error, OSError) and error.errno in LIMITS:
-            what, option = LIMITS[error.errno]
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.EAGAIN):
+            limit = "files (`ulimit -n`)" if error.errno == errno.EMFILE else "processes (`-u`)"
             raise OSError(
                 error.errno,
-                f"{what.format(count)}. Use fewer ranks, or raise the limit (`ulimit {option}`)",
+                f"{error.strerror}: {count} ranks need a process each, and about 10 open files. "
+                f"Use fewer ranks, or raise the limit of {limit}",
             ) from None
         raise
     return ranks
@@ -115,24 +109,23 @@ def start_method() -> str:
 
     It is "spawn" where there is no fork or PARALLEL101_START=spawn asks for it.
     """
-    wanted = os.environ.get("PARALLEL101_START", "fork" if CAN_FORK else "spawn")
-    allowed = ("fork", "spawn") if CAN_FORK else ("spawn",)
-    if wanted not in allowed:
+    methods = {"fork": "fork server", "spawn": "spawn"} if CAN_FORK else {"spawn": "spawn"}
+    wanted = os.environ.get("PARALLEL101_START", next(iter(methods)))
+    if wanted not in methods:
         raise ValueError(
             f"PARALLEL101_START is {wanted!r}; on this machine it must be "
-            f"{' or '.join(map(repr, allowed))}"
+            f"{' or '.join(map(repr, methods))}"
         )
-    return "fork server" if wanted == "fork" else "spawn"
+    return methods[wanted]
 
 
 def kill(rank: RankProcess) -> None:
     """Kill a rank and every process that it started. A rank leads a process group of its own."""
-    try:
-        os.killpg(rank.pid, signal.SIGKILL) if hasattr(os, "killpg") else os.kill(
-            rank.pid, signal.SIGTERM
-        )
-    except (ProcessLookupError, PermissionError):
-        pass  # all of them have ended already
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them have ended
+        if hasattr(os, "killpg"):
+            os.killpg(rank.pid, signal.SIGKILL)
+        else:
+            os.kill(rank.pid, signal.SIGTERM)
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -156,14 +149,8 @@ def stop_server() -> None:
 
 
 def _python_code(statements: str) -> str:
-    """Return code for a fresh interpreter: `statements`, with this process's sys.path.
-
-    (Python ignores entries that aren't strings.)
-    """
-    return (
-        f"import sys; sys.path[:] = {[entry for entry in sys.path if isinstance(entry, str)]!r}; "
-        f"{statements}"
-    )
+    """Return code for a fresh interpreter: `statements`, with this process's sys.path."""
+    return f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {statements}"
 
 
 # ---- the fork server, seen from the launching process ----
@@ -226,17 +213,14 @@ class _Server:
             raise
 
     def _start_if_needed(self) -> None:
-        if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
-            self._start()
-
-    def _start(self) -> None:
+        if self.owner == os.getpid() and self.process is not None and self.process.poll() is None:
+            return
         self.preloaded = set()
         if self.sock is not None:
             self.sock.close()  # of a server that was lost or, in a forked child, of its parent's
-        self.sock, theirs = socket.socketpair(
-            socket.AF_UNIX,
-            socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM,
-        )
+        linux = sys.platform.startswith("linux")
+        kind = socket.SOCK_SEQPACKET if linux else socket.SOCK_STREAM
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, kind)
         code = _python_code(
             f"from parallel101.laboratory.ranks.forkserver import serve; serve({theirs.fileno()})"
         )

@@ -1,7 +1,6 @@
 """Runs the caller's program on a rank, and sends what it returned, or how it failed.
 
-run_rank: join the process group ──▶ the program, inside own_init_accepted and forked_children_exit
-                                 ──▶ record, and result or failure
+run_rank: join the process group ──▶ call: the program ──▶ record, and result or failure
 
 The processes of a launch and those of a job run it. Virtual ranks use parts of it (simworker.py).
 """
@@ -23,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from parallel101.laboratory.ranks.pickling import pack, pack_result, unpack
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
-from parallel101.laboratory.ranks.wire import FAILURE, RESULT, Failure
+from parallel101.laboratory.ranks.wire import FAILURE, RESULT, Failure, Job
 from parallel101.laboratory.record import process_groups, torch_private
 from parallel101.laboratory.record.errors import broken_connection, one_line, reports_another
 from parallel101.laboratory.record.program_lines import is_inside, is_library
@@ -38,13 +37,15 @@ SLOW_IMPORTS = (
     "torch.distributed.pipelining",
     "pytest",
 )
+# What is in a program that needs the first of them: an optimizer, by a trainer perhaps, or DDP. The
+# fork server then imports it before the first ranks start, and not each rank anew: with four ranks,
+# in 1.2 s in place of 4.2.
 USE_DYNAMO = (b"optim", b"trainer", b"distributeddataparallel")
 
 
 def run_rank(
+    job: Job,
     watcher: Watcher,
-    backend: str,
-    world_size: int,
     local_rank: int,
     store: Callable[[], dist.Store],
     load: Callable[[], tuple[Callable, tuple, dict]],
@@ -57,33 +58,29 @@ def run_rank(
         load: returns the function and its arguments.
         loaded: modules that were imported before.
     """
-    recorder, wire = watcher.recorder, watcher.wire
-    if recorder.recording:
+    recorder, wire, failure = watcher.recorder, watcher.wire, None
+    if job.recording:
         record_into(recorder)
-    failure = None
     try:
-        process_groups.own_device(backend, local_rank)
+        process_groups.own_device(job.backend, local_rank)
         with loopback_explained():
-            process_groups.init(backend, recorder, store(), recorder.rank, world_size)
-        function, args, kwargs = load()
+            process_groups.init(job.backend, recorder, store(), recorder.rank, job.world_size)
+        program = load()
         process_groups.start_together()
         watcher.outside = ""
-        with own_init_accepted(), forked_children_exit(), watcher.uncaught.held():
-            value = function(*args, **kwargs)
+        with own_init_accepted(), watcher.uncaught.held():
+            value = call(program)
         watcher.outside = "its end, sending back what it returned"
-        packed = pack_result(value, recorder.rank, wire.plain)
+        kind, packed = RESULT, pack_result(value, recorder.rank, wire.plain)
         del value
+        recorder.close()
     except BaseException as error:
         failure = failure_of(recorder.rank, error)
+        kind, packed = FAILURE, pack_failure(failure, wire.plain)
     record_into(None)
     with contextlib.suppress(OSError):  # nobody reads any more: the watcher finds that out
-        if failure is None:
-            recorder.close()
-            watcher.send_record(slow_imports(loaded))
-            wire.send_packed(RESULT, *packed)
-        else:
-            watcher.send_record()
-            wire.send_packed(FAILURE, *pack_failure(failure, wire.plain))
+        watcher.send_record(slow_imports(loaded))
+        wire.send_packed(kind, *packed)
     return failure
 
 
@@ -109,21 +106,17 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
     """
     try:
         return unpack(body, buffers)
-    except ImportError as error:
-        advice = (
-            "The ranks import it by name, as a script would: add its directory to sys.path before "
-            "the launch."
-        )
-        raise ImportError(
-            "the function or an argument comes from a module that the ranks can't import: "
-            f"{error}. {advice}"
-        ) from error
     except Exception as error:
-        advice = "Create it inside the function, or pass what it is made from."
-        raise TypeError(
-            "the function or an argument was pickled, but the ranks can't unpickle it: "
-            f"{one_line(error)}. {advice}"
-        ) from error
+        kind: type[Exception] = TypeError
+        what = "was pickled, but the ranks can't unpickle it"
+        advice = "Create it inside the function, or pass what it is made from"
+        if isinstance(error, ImportError):
+            kind, what = ImportError, "comes from a module that the ranks can't import"
+            advice = (
+                "The ranks import it by name, as a script would: add its directory to sys.path "
+                "before the launch"
+            )
+        raise kind(f"the function or an argument {what}: {one_line(error)}. {advice}.") from error
 
 
 def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
@@ -133,25 +126,18 @@ def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
     nobody listens at that port. (Source:
     torch/distributed/elastic/agent/server/local_elastic_agent.py.)
     """
-    given, me, size = os.environ.get, str(rank), str(world_size)
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     return {
-        "RANK": me,
-        "LOCAL_RANK": me,
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK", "PARALLEL101_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
         "GROUP_RANK": "0",
-        "ROLE_RANK": me,
-        "ROLE_NAME": "default",
-        "PARALLEL101_RANK": me,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": given("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": given("MASTER_PORT", "29500"),
-        "OMP_NUM_THREADS": given("OMP_NUM_THREADS", "1"),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_RUN_ID": "none",
+        "ROLE_NAME": "default",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RUN_ID": "none",
     }
 
 
@@ -168,20 +154,26 @@ def own_init_accepted() -> Iterator[None]:
 
         @functools.wraps(init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            call = signature.bind(*args, **kwargs).arguments
-            _tell_other_backend(call.get("backend"))
-            for name, actual in (("rank", dist.get_rank()), ("world_size", dist.get_world_size())):
-                given = call.get(name, -1)
-                if given not in (-1, actual):
+            given = signature.bind(*args, **kwargs).arguments
+            rank, size = dist.get_rank(), dist.get_world_size()
+            # sim_nccl is the simulator under NCCL's rules
+            asked, own = str(given.get("backend")), dist.get_backend().removesuffix("_nccl")
+            if rank == 0 and not {own, "None"} & {*asked.replace(":", ",").split(",")}:
+                sys.stderr.write(
+                    f"parallel101: the program asks for backend {asked!r}, and this run uses "
+                    f"{own!r} instead\n"
+                )
+            for name, actual in (("rank", rank), ("world_size", size)):
+                if given.get(name, -1) not in (-1, actual):
                     raise ValueError(
-                        f"init_process_group({name}={given}) on rank {dist.get_rank()} of a "
-                        f"launch, where {name} is {actual}. Pass dist.get_rank() and "
+                        f"init_process_group({name}={given[name]}) on rank {rank} of a launch, "
+                        f"where {name} is {actual}. Pass dist.get_rank() and "
                         "dist.get_world_size(), or neither."
                     )
             has_device = getattr(dist.group.WORLD, "has_device", None)  # on sim, by NCCL's rules
-            if call.get("device_id") is not None and has_device is not None:
+            if given.get("device_id") is not None and has_device is not None:
                 has_device()
-            if (timeout := call.get("timeout")) is not None:
+            if (timeout := given.get("timeout")) is not None:
                 dist.group.WORLD.set_timeout(timeout)  # type: ignore[union-attr]
 
         return init_process_group
@@ -203,48 +195,23 @@ def own_init_accepted() -> Iterator[None]:
         yield
 
 
-def _tell_other_backend(asked: Any) -> None:
-    """Say on rank 0 that the program's own backend is not the one on which it runs."""
-    # sim_nccl is the simulator under NCCL's rules
-    actual = dist.get_backend().removesuffix("_nccl")
-    if (
-        asked is not None
-        and dist.get_rank() == 0
-        and actual not in str(asked).replace(":", ",").split(",")
-    ):
-        sys.stderr.write(
-            f"parallel101: the program asks for backend {str(asked)!r}, and this run uses "
-            f"{actual!r} instead\n"
-        )
+def call(program: tuple[Callable, tuple, dict]) -> Any:
+    """Return what the program returns.
 
-
-@contextlib.contextmanager
-def forked_children_exit() -> Iterator[None]:
-    """Let the program fork inside the block.
-
-    A child that would leave this block exits instead, because only its parent is a rank.
+    A child that it forks, and that would leave it, exits instead: only its parent is a rank.
     """
+    function, args, kwargs = program
     rank = os.getpid()
     try:
-        yield
+        value = function(*args, **kwargs)
     except BaseException:
-        if os.getpid() != rank:
-            traceback.print_exc()
-            exit_process(1)
-        raise
+        if os.getpid() == rank:
+            raise
+        traceback.print_exc()
+        exit_process(1)
     if os.getpid() != rank:
         exit_process(0)
-
-
-def will_import(packed: bytes) -> list[str]:
-    """List slow modules that a pickled program is likely to import.
-
-    Such a program names an optimizer, a trainer, which has one, or DDP. The fork server then
-    imports them once, before the first ranks start, and not each rank anew: with four ranks, in
-    1.2 s in place of 4.2.
-    """
-    lower = packed.lower()
-    return ["torch._dynamo"] if any(name in lower for name in USE_DYNAMO) else []
+    return value
 
 
 def slow_imports(before: set[str]) -> list[str]:
@@ -252,22 +219,32 @@ def slow_imports(before: set[str]) -> list[str]:
 
     The program's own may change between launches.
     """
-    return [
-        name
-        for name in sys.modules.keys() - before
-        if name in SLOW_IMPORTS or name.startswith("parallel101.")
-    ]
+    new = sys.modules.keys() - before if before else ()
+    return [name for name in new if name in SLOW_IMPORTS or name.startswith("parallel101.")]
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Return the Failure that tells the launching process of an exception that `rank` raised."""
+    """Return the Failure that tells the launching process of an exception that `rank` raised.
+
+    Its traceback begins with the program's first frame. It is "" if a file of ranks/ raised the
+    error: the program's arguments do not fit, or its result can't be pickled.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    ours = next((k for k, name in enumerate(files) if not is_inside(name)), None)
+    text, tb = "", error.__traceback__
+    if files and (ours is not None or os.path.dirname(files[-1]) != os.path.dirname(__file__)):
+        for _ in range(ours or 0):
+            tb = tb and tb.tb_next
+        text = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+    lines = [f"{name}:{line}" for name, (_, line) in zip(files, frames) if not is_library(name)]
     return Failure(
         rank,
         error,
         one_line(error),
-        program_traceback(error),
+        text,
         broken_connection(error) or reports_another(error, rank),
-        next(reversed(_places(error)), ""),
+        lines[-1] if lines else "",
     )
 
 
@@ -280,28 +257,3 @@ def pack_failure(failure: Failure, plain: bool = False) -> tuple[bytes, list]:
     except Exception:
         packed = pack(failure._replace(error=RuntimeError(failure.headline)), plain)
     return packed
-
-
-def program_traceback(error: BaseException) -> str:
-    """Return the traceback from the program's first frame on, without ours before it.
-
-    "" if a file of ranks/ raised the error: the program's arguments do not fit, or its result can't
-    be pickled.
-    """
-    tb = error.__traceback__
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(tb)]
-    ours = next((k for k, name in enumerate(files) if not is_inside(name)), None)
-    if ours is None and files and os.path.dirname(files[-1]) == os.path.dirname(__file__):
-        return ""
-    for _ in range(ours or 0):
-        tb = tb and tb.tb_next
-    return "".join(traceback.format_exception(type(error), error, tb)).rstrip() if tb else ""
-
-
-def _places(error: BaseException) -> list[str]:
-    """Return the program's lines in a traceback, the innermost last."""
-    return [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not is_library(frame.f_code.co_filename)
-    ]

@@ -22,11 +22,10 @@ from unittest import mock
 import cloudpickle
 import torch
 
-from parallel101.laboratory.ranks.diagnosis import rank_lines, stuck_text
 from parallel101.laboratory.ranks.pickling import pack, pack_result
 from parallel101.laboratory.ranks.program import (
+    call,
     failure_of,
-    forked_children_exit,
     own_init_accepted,
     pack_failure,
     slow_imports,
@@ -47,8 +46,7 @@ from parallel101.laboratory.ranks.wire import (
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import where
 from parallel101.laboratory.record.units import ranks_text
-from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
-from parallel101.laboratory.sim.clock import World
+from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.laboratory.sim.group import SharedState
 from parallel101.laboratory.sim.simulate import simulate
 from parallel101.laboratory.sim.virtual_gpu import GpuCount, VirtualGPU, virtual_gpu
@@ -57,29 +55,25 @@ from parallel101.laboratory.sim.virtual_gpu import GpuCount, VirtualGPU, virtual
 def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     """Run the program on all ranks of a job, on the virtual clock."""
     _, body, buffers = wire.receive_packed()
-    threads: dict[int, int] = {}
     failures: dict[int, tuple[bytes, list]] = {}  # pickled, by rank
     gpus: dict[int, GpuCount] = {}
-    watcher = SimWatcher(threads, wire, job.stuck_after)
+    watcher = SimWatcher(wire)
     watcher.start()
     sys.stdout, sys.stderr = _PrefixedStream(sys.stdout), _PrefixedStream(sys.stderr)
     _make_exits_virtual()
 
     def rank_main(rank: int) -> tuple[bytes, list]:
-        threads[rank] = threading.get_ident()
+        watcher.threads[rank] = threading.get_ident()
         _this_thread.rank = rank
         os.environ.update(torchrun_environment(rank, job.world_size))
         try:
             # cloudpickle makes a class once per process, and all ranks would share it
             own_classes = weakref.WeakValueDictionary()  # type: ignore[var-annotated]
-            with mock.patch.object(
-                cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", own_classes
-            ):
-                function, args, kwargs = unpack_program(
-                    body, [bytearray(buffer) for buffer in buffers]
-                )
-            with virtual_device(job.device) as gpu, forked_children_exit():
-                value = function(*args, **kwargs)
+            tracker = "_DYNAMIC_CLASS_TRACKER_BY_ID"
+            with mock.patch.object(cloudpickle.cloudpickle, tracker, own_classes):
+                program = unpack_program(body, [bytearray(buffer) for buffer in buffers])
+            with virtual_device(job.device) as gpu:
+                value = call(program)
             if gpu is not None:
                 gpus[rank] = gpu.count()
             return pack_result(value, rank)
@@ -95,27 +89,28 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
         run = simulate(
             rank_main,
             job.world_size,
-            job.network,
-            rules=job.rules,
             payload_bytes=job.payload_bytes,
-            mirrors=job.mirrors,
             recording=job.recording,
             keep_waiting=job.keep_waiting,
             on_start=watcher.watch,
+            **job.simulated,
         )
     _this_thread.rank = None
-    of_gpus = [gpus[rank] for rank in sorted(gpus)] if job.device is not None else None
-    imported = slow_imports(loaded)
     record = RankRecord(
-        run.events, run.unfinished, run.unwaited, of_gpus, run.warnings, (), imported
+        run.events,
+        run.unfinished,
+        run.unwaited,
+        [gpus[rank] for rank in sorted(gpus)],
+        run.warnings,
+        imported=slow_imports(loaded),
     )
     wire.send(RECORD, (record, RankStatus()))
     if run.error is None:
         wire.send_packed(RESULT, *pack(run.results))
     else:
-        rank = run.failed_rank
-        failure = failures.get(rank) if rank is not None else None
-        wire.send_packed(FAILURE, *(failure or pack_failure(failure_of(rank or 0, run.error))))
+        rank = run.failed_rank or 0
+        failure = None if run.failed_rank is None else failures.get(rank)
+        wire.send_packed(FAILURE, *(failure or pack_failure(failure_of(rank, run.error))))
     watcher.may_exit.wait()
 
 
@@ -134,37 +129,26 @@ def virtual_device(name: str | None) -> Iterator[VirtualGPU | None]:
 
 
 class SimWatcher(ControlThread):
-    """Tells the launching process on request where every virtual rank is.
+    """Tells the launching process on request where every virtual rank is, and what was recorded.
 
-    It also tells what was recorded so far, and prints a report if one rank runs for more than
-    `stuck_after` seconds while the others wait for their turn.
+    Attributes:
+        threads: by rank, once it has begun.
     """
 
-    def __init__(self, threads: dict[int, int], wire: Wire, stuck_after: float):
+    def __init__(self, wire: Wire):
         super().__init__(wire)
-        self.threads = threads
+        self.threads: dict[int, int] = {}
         self.shared: SharedState | None = None
-        self.stuck_after = self.pause = stuck_after
         self.clock = QuietClock()
-
-    def look(self) -> None:
-        if self.shared is None:
-            return
-        quiet, _ = self.times()
-        if quiet == 0.0:
-            self.pause = self.stuck_after
-        elif quiet >= self.pause and len(self.shared.world.ranks) > 1:
-            stacks = {stack.rank: stack for stack in self.stacks()}
-            self.pause = 2 * self.pause + self.stuck_after
-            lines = rank_lines(WaitForGraph(0), stacks, details=True)
-            print(stuck_text(lines, quiet, self.pause - quiet), file=sys.stderr)
-
-    def times(self) -> tuple[float, float]:
-        world = self.shared.world  # type: ignore[union-attr]
-        return self.clock.look((world.now, world.round, world._current, len(world.events)))
 
     def watch(self, shared: SharedState) -> None:
         self.shared = shared
+
+    def look(self) -> None:
+        """Note whether the virtual ranks make progress."""
+        if self.shared is not None:
+            world = self.shared.world
+            self.clock.look((world.now, world.round, world._current, len(world.events)))
 
     def send_record(self) -> None:
         if (shared := self.shared) is not None:
@@ -178,31 +162,25 @@ class SimWatcher(ControlThread):
     def stacks(self) -> list[RankStack]:
         if self.shared is None:
             return []
-        ranks, stacks = set(self.threads.values()), []
+        self.look()
+        world, waits, stacks = self.shared.world, {}, []
+        for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:
+            # the ranks go on meanwhile, and may change what is being read
+            with contextlib.suppress(RuntimeError):
+                work = None if rank.finished else rank.waiting
+                if work is not None and (missing := work.missing()):
+                    waits[rank.number] = f"in {work.call().kind} for {ranks_text(missing)}"
+        ranks = {thread: rank for rank, thread in self.threads.items()}
         # not this thread's, which would refer to itself: see _others_at_work in watcher.py
-        frames = {thread: at for thread, at in sys._current_frames().items() if thread in ranks}
-        running, waits = what_ranks_wait_for(self.shared.world)
-        for rank, thread in sorted(self.threads.items()):
-            if (frame := frames.get(thread)) is None:
-                continue
-            if rank != running:
-                waits_for = waits.get(rank, "for its turn")
-                stacks.append(RankStack(rank, where(frame), [], waits=waits_for))
-                continue
-            stacks.append(RankStack(rank, where(frame), stack_lines(frame), *self.times()))
+        frames = {ranks[t]: frame for t, frame in sys._current_frames().items() if t in ranks}
+        for number, frame in sorted(frames.items()):
+            if number == world.ranks[world._current].number:
+                doing = stack_lines(frame), self.clock.quiet, self.clock.busy
+                stacks.append(RankStack(number, where(frame), *doing))
+            else:
+                waits_for = waits.get(number, "for its turn")
+                stacks.append(RankStack(number, where(frame), [], waits=waits_for))
         return stacks
-
-
-def what_ranks_wait_for(world: World) -> tuple[int, dict[int, str]]:
-    """Return the rank that runs, and for each waiting rank the call and the ranks it waits for."""
-    waits = {}
-    for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:
-        # the ranks go on meanwhile, and may change what is being read
-        with contextlib.suppress(RuntimeError):
-            work = None if rank.finished else rank.waiting
-            if work is not None and (missing := work.missing()):
-                waits[rank.number] = f"in {work.call().kind} for {ranks_text(missing)}"
-    return world.ranks[world._current].number, waits
 
 
 _this_thread = threading.local()
@@ -247,17 +225,13 @@ class _PrefixedStream(io.TextIOBase):
 
 def _make_exits_virtual() -> None:
     """Let os._exit, os.abort, and a signal to oneself end only the virtual rank that calls them."""
-    kill = os.kill
+    real = os._exit, os.kill, os.abort
 
     def exit_rank(code: int = 0) -> NoReturn:
         raise VirtualExit(code)
 
     def kill_rank(pid: int, signal: int) -> None:
-        if pid == os.getpid():
-            raise VirtualExit(-int(signal))
-        kill(pid, signal)
-
-    real = os._exit, os.kill, os.abort
+        exit_rank(-int(signal)) if pid == os.getpid() else real[1](pid, signal)
 
     def restore() -> None:
         os._exit, os.kill, os.abort = real

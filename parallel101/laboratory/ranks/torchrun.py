@@ -20,12 +20,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hmac
-import math
 import os
 import pickle
 import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -37,23 +37,23 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel101.laboratory.ranks.diagnosis import ABSENT, how_it_was_lost, rank_raised, timed_out
-from parallel101.laboratory.ranks.monitor import Monitor
-from parallel101.laboratory.ranks.pickling import OWN_ERRORS, unpack
-from parallel101.laboratory.ranks.program import run_rank
-from parallel101.laboratory.ranks.run_watcher import (
+from parallel101.laboratory.ranks.monitor import (
     LOOK_AT_PROCESSES_EVERY,
     REPORTS,
+    Monitor,
     is_stopped,
     write_on_stderr,
 )
+from parallel101.laboratory.ranks.pickling import OWN_ERRORS, unpack
+from parallel101.laboratory.ranks.program import run_rank
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
 from parallel101.laboratory.ranks.watcher import Watcher
 from parallel101.laboratory.ranks.wire import (
     EXIT,
     FAILED,
-    HELLO,
     LEAVES,
     WANTS_REPORT,
+    Job,
     RankRecord,
     Wire,
 )
@@ -68,6 +68,8 @@ from parallel101.laboratory.record.recorder import RankRecorder
 
 GRACE = 1.0  # seconds for a rank to raise by itself, once the run has failed
 TO_CONNECT = 10.0  # seconds
+# what a rank sends first: the secret, its number, its process and its host
+HELLO = struct.Struct("!32sII255s")
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
@@ -81,20 +83,14 @@ def join_job(
     fn: Callable,
     args: tuple,
     kwargs: dict,
-    *,
-    world_size: int | None,
-    backend: str,
-    recording: bool,
-    timeout: float,
-    payload_bytes: int = 0,
+    job: Job,
+    world_size: int | None = None,
     keep_record: Callable[[RankRecord], None] | None = None,
-    keep_waiting: bool = False,
-    stuck_after: float = math.inf,
     folder: Path | None = None,
 ) -> tuple[list[Any], list[RankRecord]]:
     """Run fn as this process's rank of the job; see `launch`.
 
-    Returns what every rank returned, and what every rank recorded.
+    Returns what every rank returned, and what every rank recorded. `job` gets its world size.
 
     With `keep_record`, nothing is returned. Each rank calls it with its own record when its program
     has ended, also if it has failed. `folder`: where reports of stuck ranks are written to, besides
@@ -115,34 +111,27 @@ def join_job(
         )
     global _launches
     _launches += 1
+    job.world_size = size
+    if not _job_stores:
+        limit = timedelta(seconds=job.timeout)
+        _job_stores.append(next(iter(dist.rendezvous("env://", timeout=limit)))[0])
     # after torchrun has restarted the ranks, the store may still have what the earlier ones wrote
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"parallel101/{attempt}/{_launches}", _job_store(timeout))
+    store = dist.PrefixStore(f"parallel101/{attempt}/{_launches}", _job_stores[0])
     monitor = None
     if rank == 0:
-        watching = Monitor(
-            size,
-            timeout,
-            checked=recording,
-            stuck_after=stuck_after,
-            write=write_on_stderr,
-            folder=folder,
-        )
-        monitor = MonitorThread(watching, store)
+        monitor = MonitorThread(Monitor(job, write_on_stderr, folder), store)
         monitor.start()
-    recorder = RankRecorder(
-        rank, recording=recording, payload_bytes=payload_bytes, keep_waiting=keep_waiting
-    )
-    wire, monitor_pid = connect(rank, store, timeout)
-    watcher = JobWatcher(recorder, wire, timeout, keep_record, monitor_pid)
+    wire, monitor_pid = connect(rank, store, job.timeout)
+    recorder = job.recorder(rank)
+    watcher = JobWatcher(recorder, wire, job.timeout, keep_record, monitor_pid)
     watcher.start()
-    hook, failure = sys.excepthook, None
+    hook = sys.excepthook
     if not faulthandler.is_enabled():  # a rank that C code kills writes where it was
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        program = fn, args, kwargs
-        failure = run_rank(watcher, backend, size, local_rank, lambda: store, lambda: program)
+        failure = run_rank(job, watcher, local_rank, lambda: store, lambda: (fn, args, kwargs))
         watcher.may_exit.wait()
     finally:
         if _launches > 1:
@@ -189,14 +178,6 @@ def rank_and_size() -> tuple[int, int]:
     raise ValueError(f"this process is a rank of a job ({job}), but {wrong}. {advice_on_address()}")
 
 
-def _job_store(timeout: float) -> dist.Store:
-    """Return the job's own store. A process can ask for it once."""
-    if not _job_stores:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
-        _job_stores.append(store)
-    return _job_stores[0]
-
-
 # ---- the connections of all ranks with rank 0 ----
 
 
@@ -210,12 +191,12 @@ class MonitorThread(threading.Thread):
     def __init__(self, monitor: Monitor, store: dist.Store):
         super().__init__(daemon=True, name="parallel101 monitor")
         self.monitor, self.secret = monitor, secrets.token_hex(16)
-        if monitor.watcher.folder is not None:
-            (monitor.watcher.folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
-        both = socket.has_dualstack_ipv6()
+        if monitor.folder is not None:
+            (monitor.folder / REPORTS).unlink(missing_ok=True)  # of an earlier run
+        both, all_ranks = socket.has_dualstack_ipv6(), len(monitor.ranks)
         family = socket.AF_INET6 if both else socket.AF_INET
         self.listener = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=both, backlog=len(monitor.ranks)
+            ("", 0), family=family, dualstack_ipv6=both, backlog=all_ranks
         )
         monitor.listen_to(self.listener, self._on_connection, None)
         port, process = self.listener.getsockname()[1], f"{socket.gethostname()} {os.getpid()}"
@@ -227,7 +208,7 @@ class MonitorThread(threading.Thread):
             monitor.watch()
             results = [
                 (body, [pickle.PickleBuffer(buffer) for buffer in buffers])
-                for body, buffers in (rank.result for rank in monitor.ranks if rank.result)
+                for body, buffers in monitor.results()
             ]
             kind, value = EXIT, (results, monitor.records())
         except Exception as error:
@@ -243,21 +224,22 @@ class MonitorThread(threading.Thread):
 
     def _on_connection(self, listener: socket.socket, _: None) -> None:
         connection, _address = listener.accept()
-        connection.settimeout(TO_CONNECT)
-        self.monitor.listen_to(Wire(connection, plain=True), self._on_hello, None)
+        connection.settimeout(0.0)  # a rank's hello arrives at once; nobody else is waited for
+        self.monitor.listen_to(connection, self._on_hello, None)
 
-    def _on_hello(self, wire: Wire, _: None) -> None:
-        self.monitor.selector.unregister(wire)
-        try:
-            kind, (secret, number, host, pid) = wire.receive()
-            if kind != HELLO or not hmac.compare_digest(secret, self.secret):
-                raise ValueError("it is no rank of this job")
-        except Exception:  # whatever a stranger may send
-            return wire.sock.close()
-        wire.sock.settimeout(None)
+    def _on_hello(self, connection: socket.socket, _: None) -> None:
+        self.monitor.selector.unregister(connection)
+        hello, secret = b"", self.secret.encode()
+        with contextlib.suppress(OSError):
+            hello = connection.recv(HELLO.size)
+        if len(hello) < HELLO.size or not hmac.compare_digest(hello[: len(secret)], secret):
+            return connection.close()
+        connection.settimeout(None)
+        _, number, pid, host = HELLO.unpack(hello)
         rank = self.monitor.ranks[number]
-        rank.host, rank.pid = host, pid if host == socket.gethostname() else None
-        self.monitor.add(rank, wire)
+        rank.host = host.rstrip(b"\0").decode()
+        rank.pid = pid if rank.host == socket.gethostname() else None
+        self.monitor.add(rank, Wire(connection, plain=True))
 
 
 def own_address() -> str:
@@ -291,9 +273,9 @@ def connect(rank: int, store: dist.Store, timeout: float) -> tuple[Wire, int | N
         ) from None
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    wire = Wire(connection, plain=True)
-    wire.send(HELLO, (secret, rank, socket.gethostname(), os.getpid()))
-    return wire, int(pid) if host == socket.gethostname() else None
+    own = socket.gethostname()
+    connection.sendall(HELLO.pack(secret.encode(), rank, os.getpid(), own.encode()[:255]))
+    return Wire(connection, plain=True), int(pid) if host == own else None
 
 
 class JobWatcher(Watcher):
@@ -383,7 +365,7 @@ class JobWatcher(Watcher):
         with self.keeping:
             keep, self.on_record = self.on_record, None
             if keep is not None:
-                keep(self.record(with_events=True))
+                keep(self.record())
 
     def _where(self) -> str:
         return shown(self.place())

@@ -34,8 +34,6 @@ import torch
 
 from parallel101.laboratory.ranks.wire import (
     ABORTS,
-    ASK_RECORD,
-    ASK_STACKS,
     CALLS,
     EXIT,
     RECORD,
@@ -90,9 +88,9 @@ class ControlThread(threading.Thread):
         if kind == EXIT:
             self.outcome = value
             self.may_exit.set()
-        elif kind == ASK_STACKS:
+        elif kind == STACKS:
             self.wire.send(STACKS, self.stacks())
-        elif kind == ASK_RECORD:
+        elif kind == RECORD:
             self.send_record()
         else:
             self.failed(*value)
@@ -116,23 +114,31 @@ class ControlThread(threading.Thread):
 
 
 class QuietClock:
-    """Notes since when a state is the same, and the CPU time that the process uses."""
+    """Notes since when a state is the same, and the CPU time that the process uses.
+
+    Attributes:
+        quiet, busy: as in a RankStack, at the last look.
+    """
 
     EVERY = 1.0  # seconds between two samples
 
     def __init__(self) -> None:
         self.state: object = self
-        self.since = 0.0
+        self.since = self.quiet = self.busy = 0.0
         self.older = self.newer = (-1.0, 0.0)  # samples: the time and the CPU time
 
-    def look(self, state: object) -> tuple[float, float]:
-        """Return `quiet` and `busy` of a RankStack. Call it often."""
+    def look(self, state: object) -> None:
+        """Look at the state. Call it often."""
         now, cpu = time.monotonic(), time.process_time()
         if state != self.state:
             self.state, self.since = state, now
         if now - self.newer[0] >= self.EVERY:
             self.older, self.newer = self.newer, (now, cpu)
-        return now - self.since, (cpu - self.older[1]) / (now - self.older[0])
+        self.quiet = now - self.since
+        self.busy = (cpu - self.older[1]) / (now - self.older[0])
+
+
+HANDLER = ctypes.CFUNCTYPE(None)
 
 
 class UncaughtInCpp:
@@ -149,9 +155,12 @@ class UncaughtInCpp:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold an abort inside the block until it may come, for HELD_FOR seconds at most."""
-        if (set_terminate := _set_terminate()) is None:
-            yield
-            return
+        set_terminate: Any = lambda handler: None  # noqa: E731
+        for name in LIBRARIES:  # one of them, or none on other systems
+            with contextlib.suppress(OSError, AttributeError):
+                set_terminate = ctypes.CDLL(name)[SET_TERMINATE]
+                set_terminate.argtypes, set_terminate.restype = [HANDLER], ctypes.c_void_p
+                break
 
         @HANDLER
         def terminate() -> None:
@@ -163,20 +172,7 @@ class UncaughtInCpp:
         try:
             yield
         finally:
-            set_terminate(HANDLER(before))
-
-
-HANDLER = ctypes.CFUNCTYPE(None)
-
-
-def _set_terminate() -> Any:
-    """Return the function std::set_terminate, or None where it is not found."""
-    for name in LIBRARIES:
-        with contextlib.suppress(OSError, AttributeError):
-            function = ctypes.CDLL(name)[SET_TERMINATE]
-            function.argtypes, function.restype = [HANDLER], ctypes.c_void_p
-            return function
-    return None
+            set_terminate(HANDLER(before or 0))
 
 
 # where torch waits for futures in C++
@@ -227,10 +223,10 @@ class Watcher(ControlThread):
         if call is self.reported or (call is not None and call is not seen):
             return
         self.reported = call
-        if work is None:
-            return self.wire.send(STATUS, self.recorder.status())
-        blocked = work.call._replace(where=self.place())
-        self.wire.send(STATUS, self.recorder.status(blocked, work.caught_after))
+        blocked, limit = None, None
+        if work is not None:
+            blocked, limit = work.call._replace(where=self.place()), work.caught_after
+        self.wire.send(STATUS, self.recorder.status(blocked, limit))
 
     def send_calls(self) -> None:
         with self.sending_calls:
@@ -241,17 +237,16 @@ class Watcher(ControlThread):
     def send_record(self, imported: Sequence[str] = ()) -> None:
         """Send what was posted and recorded so far."""
         self.send_calls()
-        self.wire.send(RECORD, (self.record(imported), self.recorder.status(messages=NEWEST)))
+        record = self.record() if self.with_events else RankRecord([], [], self.recorder.unwaited)
+        record = record._replace(imported=imported)
+        self.wire.send(RECORD, (record, self.recorder.status(messages=NEWEST)))
 
-    def record(self, imported: Sequence[str] = (), with_events: bool = False) -> RankRecord:
+    def record(self) -> RankRecord:
         """Return the record of this rank so far."""
-        recorder = self.recorder
-        if not (self.with_events or with_events):
-            return RankRecord([], [], recorder.unwaited)
-        events = recorder.events  # and with it the sums of earlier ones
-        earlier = [*map(tuple, recorder.earlier)]
-        unfinished, unwaited = recorder.unfinished, recorder.unwaited
-        return RankRecord(events, unfinished, unwaited, earlier=earlier, imported=imported)
+        events = self.recorder.events  # and with it the sums of earlier ones
+        earlier = [*map(tuple, self.recorder.earlier)]
+        unfinished, unwaited = self.recorder.unfinished, self.recorder.unwaited
+        return RankRecord(events, unfinished, unwaited, earlier=earlier)
 
     def place(self) -> str:
         """Return the "file:line" at which the program is."""
@@ -259,9 +254,14 @@ class Watcher(ControlThread):
 
     def stacks(self) -> list[RankStack]:
         frame = sys._current_frames().get(self.recorder.thread)
-        quiet, busy = self.clock.look(self.recorder.calls_posted)
-        place = self.outside or program_place(frame)
-        return [RankStack(self.recorder.rank, place, stack_lines(frame), quiet, busy)]
+        self.clock.look(self.recorder.calls_posted)
+        doing = stack_lines(frame), self.clock.quiet, self.clock.busy
+        # the program's innermost frame, or else a library's
+        frames = traceback.walk_stack(frame) if frame is not None else ()
+        own = ((f.f_code.co_filename, line) for f, line in frames)
+        lines = (f"{name}:{line}" for name, line in own if not is_library(name))
+        place = self.outside or next(lines, "") or where(frame)
+        return [RankStack(self.recorder.rank, place, *doing)]
 
     def blocked_in(self) -> WatchedWork | None:
         """Return the call in which the program is blocked.
@@ -311,27 +311,15 @@ def _others_at_work(program: int) -> bool:
     # Not this thread's: a frame that refers to itself would hold the program's frames, and so every
     # tensor in their variables, until Python looks for cycles.
     frames = {thread: at for thread, at in sys._current_frames().items() if thread not in known}
-    others = [thread for thread in threading.enumerate() if thread.ident not in known]
-    return any(
-        isinstance(thread, threading.Timer) or _in_program(frames.get(thread.ident or 0))
-        for thread in others
-    )
-
-
-def _in_program(frame: FrameType | None) -> bool:
-    frames = traceback.walk_stack(frame) if frame is not None else ()
-    return any(not is_library(f.f_code.co_filename) for f, _ in frames)
+    for thread in threading.enumerate():
+        stack = traceback.walk_stack(frames[thread.ident]) if thread.ident in frames else ()
+        own = any(not is_library(f.f_code.co_filename) for f, _ in stack)
+        if thread.ident not in known and (own or isinstance(thread, threading.Timer)):
+            return True
+    return False
 
 
 # ---- where the program is ----
-
-
-def program_place(frame: FrameType | None) -> str:
-    """Return the "file:line" of the program's innermost frame, or else of a library's."""
-    for f, line in traceback.walk_stack(frame) if frame is not None else ():
-        if not is_library(f.f_code.co_filename):
-            return f"{f.f_code.co_filename}:{line}"
-    return where(frame)
 
 
 def stack_lines(frame: FrameType | None) -> list[str]:
@@ -339,13 +327,10 @@ def stack_lines(frame: FrameType | None) -> list[str]:
     if frame is None:
         return []
     frames = list(traceback.walk_stack(frame))[::-1]
-    first = next((i for i, (f, _) in enumerate(frames) if not _runs_programs(f)), len(frames))
-    summary = traceback.StackSummary.extract(iter(frames[first:] or frames))
+    # the outermost ones run the program: ours, and the fork server's own first line
+    names = [f.f_code.co_filename for f, _ in frames]
+    own = [k for k, name in enumerate(names) if not is_inside(name) and name != "<string>"]
+    summary = traceback.StackSummary.extract(iter(frames[own[0] :] if own else frames))
     left_out = len(summary) - MOST_FRAMES
     text = "".join(traceback.format_list(summary[-MOST_FRAMES:])).splitlines()
     return [f"  … {left_out} outer calls", *text] if left_out > 0 else text
-
-
-def _runs_programs(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return is_inside(name) or name == "<string>"  # the fork server's own first line

@@ -2,7 +2,7 @@
 
 Tensors travel beside them.
 
-    | kind | length of body | number of buffers | their lengths | body (pickle) | buffers, raw |
+    | kind | number of pieces | their lengths | body (pickle) | buffers, raw |
 
 A tensor's memory is written to the socket from where it is, and read into where it will stay. (The
 messages of the program itself do not come here: torch.distributed sends them.)
@@ -10,12 +10,13 @@ messages of the program itself do not come here: torch.distributed sends them.)
 
 from __future__ import annotations
 
+import math
 import pickle
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,46 +24,56 @@ import torch
 from parallel101.laboratory.ranks.pickling import bytes_of, pack, unpack
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
+from parallel101.laboratory.record.recorder import RankRecorder
 
-# Kinds of frames to a rank of a launch: its Job; the packed program.
+# Kinds of frames to a rank of a launch: its rank, its Job, where it meets the others, and the
+# arguments of worker.prepare; the packed program.
 JOB, PROGRAM = b"j", b"f"
-# To any rank: "what are you doing?"; "what have you recorded?"; "all have returned", in a job with
-# what; and in a job, the error that ends the run, with the rank that says it to the user.
-ASK_STACKS, ASK_RECORD, EXIT, FAILED = b"w", b"t", b"q", b"y"
-# From a rank: the Calls that it has posted; its RankStatus; its RankRecord and status; its
-# RankStack; what its function returned; its Failure.
-CALLS, STATUS, RECORD, STACKS, RESULT, FAILURE = b"c", b"b", b"e", b"w", b"r", b"x"
-# From a rank of a job: who it is; that C++ is about to abort it, and where it is; that a signal has
-# asked it to end; that a signal has asked for a report.
-HELLO, ABORTS, LEAVES, WANTS_REPORT = b"h", b"a", b"l", b"s"
+# To any rank: "all have returned", in a job with what; and in a job, the error that ends the run,
+# with the rank that says it to the user.
+EXIT, FAILED = b"q", b"y"
+# From a rank: the Calls that it has posted; its status; what its function returned; its Failure.
+CALLS, STATUS, RESULT, FAILURE = b"c", b"b", b"r", b"x"
+# To any rank, without a value, and its answer: its RankRecord and status; its RankStacks.
+RECORD, STACKS = b"e", b"w"
+# From a rank of a job: that C++ is about to abort it, and where it is; that a signal has asked it
+# to end; that a signal has asked for a report.
+ABORTS, LEAVES, WANTS_REPORT = b"a", b"l", b"s"
 
-HEAD = struct.Struct("!cQI")
-LENGTH = struct.Struct("!Q")
+HEAD = struct.Struct("!cI")
 
 
 @dataclass
 class Job:
-    """The facts that a rank must know before its program.
+    """A run, as `launch` was asked for it: the same on all ranks and in all worlds.
 
-    On sim one process is all the ranks, and `rank` is 0.
+    The meaning of each attribute is that of `launch`'s argument.
     """
 
-    rank: int
     world_size: int
     backend: str
-    rendezvous: str | None  # the path of the file through which ranks meet; None on sim
-    recording: bool
-    payload_bytes: int  # messages up to this size are recorded with their values
-    network: Any  # a parallel101.Network, or None
-    rules: str  # on sim: "gloo" or "nccl"
-    device: str | None  # on sim: the name of each rank's virtual GPU; None: the CPU
-    mirrors: Any  # on sim: a MirroredAxes, or None: all ranks have a thread
-    keep_waiting: bool  # the program handles the time limits of its groups itself
-    stuck_after: float  # on sim: seconds without progress after which there is a report
-    path: list[str]  # sys.path
-    directory: str  # the working directory
-    environ: dict[str, str]
-    sources: dict[str, tuple]  # linecache's entries for code that is in no file: a notebook's cells
+    timeout: float = math.inf
+    recording: bool = False
+    payload_bytes: int = 0  # messages up to this size are recorded with their values
+    keep_waiting: bool = False
+    stuck_after: float = math.inf
+    device: str | None = None
+    # on sim: `network`, `rules` and `mirrors`
+    simulated: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes. On sim, one is all ranks."""
+        return 1 if self.backend == "sim" else self.world_size
+
+    def recorder(self, rank: int) -> RankRecorder:
+        """Return the recorder of a real rank, on the thread of its program."""
+        return RankRecorder(
+            rank,
+            recording=self.recording,
+            payload_bytes=self.payload_bytes,
+            keep_waiting=self.keep_waiting,
+        )
 
 
 class RankRecord(NamedTuple):
@@ -76,7 +87,7 @@ class RankRecord(NamedTuple):
     # of a checked run: sends and receives that the program never waited for
     unwaited: Sequence[Call] = ()
     # by rank, of a run on virtual GPUs: a sim.virtual_gpu.GpuCount each
-    gpus: Sequence[Any] | None = None
+    gpus: Sequence[Any] = ()
     warnings: Sequence[str] = ()  # on sim, under NCCL's rules: what may hang on GPUs
     # sums of the rank's events before `events`, if only the newest were kept
     earlier: Sequence[EventRow] = ()
@@ -107,14 +118,10 @@ class Failure(NamedTuple):
 
 
 class VirtualExit(BaseException):
-    """A virtual rank called os._exit or sent itself a signal.
+    """A virtual rank called os._exit(code) or sent itself a signal.
 
     Its process holds the other virtual ranks too, so it must go on.
     """
-
-    def __init__(self, code: int):
-        super().__init__(code)
-        self.code = code
 
 
 class Wire:
@@ -142,9 +149,8 @@ class Wire:
     def send_packed(self, kind: bytes, body: bytes, buffers: list[pickle.PickleBuffer]) -> None:
         """Send what `pack` returned."""
         views = [memoryview(buffer.raw()).cast("B") for buffer in buffers]
-        head = HEAD.pack(kind, len(body), len(views)) + b"".join(
-            LENGTH.pack(len(view)) for view in views
-        )
+        lengths = [len(body), *map(len, views)]
+        head = HEAD.pack(kind, len(lengths)) + struct.pack(f"!{len(lengths)}Q", *lengths)
         with self._sending:
             self.sock.sendall(head + body)
             for view in views:
@@ -160,29 +166,19 @@ class Wire:
         if self._in_a_frame:
             raise EOFError
         self._in_a_frame = True
-        kind, length, count = HEAD.unpack(self._exactly(HEAD.size))
-        lengths = [LENGTH.unpack(self._exactly(LENGTH.size))[0] for _ in range(count)]
-        body = self._exactly(length)
-        buffers = [self._buffer(n) for n in lengths]
+        kind, count = HEAD.unpack(self._exactly(HEAD.size))
+        lengths = struct.unpack(f"!{count}Q", self._exactly(8 * count))
+        body, *buffers = [self._exactly(length) for length in lengths]
         self._in_a_frame = False
-        return kind, body, buffers
+        return kind, bytes(body), buffers
 
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray(count)
-        self._fill(memoryview(data))
-        return bytes(data)
-
-    def _buffer(self, count: int) -> Any:
+    def _exactly(self, count: int) -> Any:
         # its pages are not touched, so they take memory only as the bytes arrive
-        storage = torch.UntypedStorage(count)
-        window = bytes_of(storage)
-        self._fill(memoryview(window).cast("B"))
-        return window
-
-    def _fill(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            got = self.sock.recv_into(view[done:])
+        window = bytes_of(torch.UntypedStorage(count))
+        view = memoryview(window).cast("B")
+        while view:
+            got = self.sock.recv_into(view)
             if not got:
                 raise EOFError
-            done += got
+            view = view[got:]
+        return window

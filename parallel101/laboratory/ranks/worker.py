@@ -24,7 +24,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -33,7 +32,6 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.program import run_rank, torchrun_environment, unpack_program
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
 from parallel101.laboratory.ranks.wire import JOB, Job, Wire
-from parallel101.laboratory.record.recorder import RankRecorder
 
 SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
 
@@ -57,16 +55,17 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
     code = 0
     try:
         loaded = set(sys.modules)
-        kind, job = wire.receive()
+        kind, value = wire.receive()
         if kind != JOB:
             raise EOFError  # Ctrl-C, before there was a job
-        _prepare(job)
+        rank, job, rendezvous, surroundings = value
+        prepare(rank, job, **surroundings)
         if job.backend == "sim":
             from parallel101.laboratory.ranks.simworker import run_virtual_ranks
 
             run_virtual_ranks(job, wire, loaded)
         else:
-            run_real_rank(job, wire, loaded)
+            run_real_rank(rank, job, rendezvous, wire, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  # the launching process is gone, or needs no more
     except BaseException:
@@ -80,16 +79,10 @@ def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn
         exit_process(code)
 
 
-def run_real_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
-    """Run the program as one real rank."""
+def run_real_rank(rank: int, job: Job, rendezvous: str, wire: Wire, loaded: set[str]) -> None:
+    """Run the program as one real rank. `rendezvous`: the path of the file by which ranks meet."""
     packed = wire.receive_packed()[1:]
-    recorder = RankRecorder(
-        job.rank,
-        recording=job.recording,
-        payload_bytes=job.payload_bytes,
-        keep_waiting=job.keep_waiting,
-    )
-    watcher = Watcher(recorder, wire)
+    watcher = Watcher(job.recorder(rank), wire)
     watcher.start()
 
     def load() -> tuple[Callable, tuple, dict]:
@@ -98,9 +91,7 @@ def run_real_rank(job: Job, wire: Wire, loaded: set[str]) -> None:
         program, packed = unpack_program(*packed), (b"", [])
         return program
 
-    assert job.rendezvous is not None
-    store = partial(dist.FileStore, job.rendezvous)
-    run_rank(watcher, job.backend, job.world_size, job.rank, store, load, loaded)
+    run_rank(job, watcher, rank, lambda: dist.FileStore(rendezvous), load, loaded)
     watcher.may_exit.wait()
 
 
@@ -166,17 +157,25 @@ def _keep_send_buffers_small() -> None:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
-def _prepare(job: Job) -> None:
-    """Give this process the caller's path, directory and environment.
+def prepare(
+    rank: int,
+    job: Job,
+    path: list[str],
+    directory: str,
+    environ: dict[str, str],
+    sources: dict[str, tuple],
+) -> None:
+    """Give this process the caller's sys.path, working directory and environment.
 
-    It also gets random numbers of its own, and one thread.
+    It also gets random numbers of its own, and one thread. `sources`: linecache's entries for code
+    that is in no file: a notebook's cells.
     """
-    sys.path[:] = job.path
-    linecache.cache.update(job.sources)
+    sys.path[:] = path
+    linecache.cache.update(sources)
     with contextlib.suppress(OSError):
-        os.chdir(job.directory)
+        os.chdir(directory)
     os.environ.clear()
-    os.environ.update(job.environ)
+    os.environ.update(environ)
     # Forked ranks inherit the fork server's generators. Each is seeded anew, as in a new process.
     # (torch's own seed is the same for all.)
     random.seed()
@@ -184,9 +183,11 @@ def _prepare(job: Job) -> None:
         sys.modules["numpy.random"].seed()
     if job.backend == "gloo":
         _use_batch_scheduling()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        names = {name for _, name in getattr(socket, "if_nameindex", list)()}
+        loopback = "lo0" if "lo0" in names and "lo" not in names else "lo"  # on macOS, on Linux
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if job.backend != "sim":  # there, each virtual rank has its own: see simworker.py
-        os.environ.update(torchrun_environment(job.rank, job.world_size))
+        os.environ.update(torchrun_environment(rank, job.world_size))
     torch.set_num_threads(1)
 
 
@@ -201,9 +202,3 @@ def _use_batch_scheduling() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # type: ignore[attr-defined,unused-ignore]
-
-
-def _loopback() -> str:
-    """Return the name of this machine's loopback interface: "lo" on Linux, "lo0" on macOS."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    return next((name for name in ("lo", "lo0") if name in names), "lo")
