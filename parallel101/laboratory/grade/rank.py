@@ -37,7 +37,7 @@ from parallel101.laboratory.grade.exercise import find, module_of
 from parallel101.laboratory.grade.frames import operation_of, tensor_bytes
 from parallel101.laboratory.grade.isolation import OWN_FILES, close, isolate
 from parallel101.laboratory.ranks.watcher import exit_process
-from parallel101.laboratory.ranks.worker import inherited, open_streams
+from parallel101.laboratory.ranks.worker import open_streams
 from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.calls import rank_at
 from parallel101.laboratory.record.program_lines import caller, is_inside
@@ -59,13 +59,11 @@ READY_MADE = {
 LIBRARY = sysconfig.get_path("stdlib")
 
 
-def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
+def main(*, control: int, status: int = -1) -> NoReturn:
     """Serve one grader: a job, then one case after the other until the connection ends.
 
     The arguments are those of worker.main.
     """
-    if channels:
-        control, status = inherited(channels)
     sock = socket.socket(fileno=control)
     if status >= 0 and hasattr(faulthandler, "register"):
         faulthandler.enable(status)

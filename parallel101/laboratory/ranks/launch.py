@@ -257,7 +257,7 @@ def launch(
     program = _pack_program(fn, args, kwargs)
     uses_dynamo = any(name in program[0].lower() for name in USE_DYNAMO)
     preload(SLOW_IMPORTS[:uses_dynamo])
-    rendezvous = Rendezvous() if backend != "sim" else None
+    rendezvous = Rendezvous()
     processes = start_ranks(job.processes)
     monitor = Monitor(job)
     for rank, process in zip(monitor.ranks, processes):
@@ -268,8 +268,7 @@ def launch(
             # if the process has died already, the monitor reports it
             with contextlib.suppress(OSError):
                 assert rank.wire is not None
-                path = None if rendezvous is None else rendezvous.path
-                rank.wire.send(JOB, (rank.rank, job, path, surroundings))
+                rank.wire.send(JOB, (rank.rank, job, rendezvous.path, surroundings))
                 rank.wire.send_packed(PROGRAM, *program)
         monitor.watch()
         _check_waits(monitor.records())
@@ -293,8 +292,7 @@ def launch(
         raise error.with_traceback(None) from error.__cause__
     finally:
         monitor.close(explained)
-        if rendezvous is not None:
-            rendezvous.close()
+        rendezvous.close()
     return _run(job, results, monitor.records())
 
 
@@ -392,15 +390,11 @@ def _world_size(value: Any) -> int:
 
 
 def _check_gpus(size: int) -> None:
-    if not dist.is_nccl_available():
-        raise RuntimeError(
-            "backend 'nccl' needs a torch built with NCCL, and this one is a CPU build. Use "
-            "backend='gloo' or 'sim'"
-        )
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if count < size and not (count and process_groups.gpus_are_shared()):
         raise RuntimeError(
-            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine "
-            f"has {count} GPU{'s' * (count != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
+            f"backend 'nccl' needs a torch built with NCCL, and one GPU per rank: {size} ranks "
+            f"were asked for, and torch can use {count} GPU{'s' * (count != 1)} here. Use fewer "
+            "ranks, or backend='gloo' or 'sim'. "
             f"With {process_groups.SHARE_GPUS}=1 in the environment, ranks share a GPU, slowly"
         )

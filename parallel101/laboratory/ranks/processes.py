@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import errno
 import io
-import json
 import os
 import signal
 import socket
@@ -279,9 +278,12 @@ def _spawn_one(module: str) -> RankProcess:
     status, their_status = socket.socketpair()
     posix = os.name == "posix"
     inherited = [their_control.fileno(), their_status.fileno()]
-    channels = ",".join(map(str, inherited)) if posix else "stdin"
+    code = f"from {module} import main; main(control={inherited[0]}, status={inherited[1]})"
+    if not posix:
+        here = "from parallel101.laboratory.ranks.worker import shared_socket"
+        code = f"{here}; from {module} import main; main(control=shared_socket())"
     process = subprocess.Popen(
-        [sys.executable, "-c", _python_code(f"from {module} import main; main({channels!r})")],
+        [sys.executable, "-c", _python_code(code)],
         stdin=subprocess.DEVNULL if posix else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -292,17 +294,13 @@ def _spawn_one(module: str) -> RankProcess:
     if not posix:
         assert process.stdin is not None
         shared = their_control.share(process.pid)  # type: ignore[attr-defined]
-        process.stdin.write(json.dumps(shared.hex()).encode() + b"\n")
+        process.stdin.write(f"{shared.hex()}\n".encode())
         process.stdin.close()
     their_control.close()
 
     def report_exit() -> None:
-        code = process.wait()
-        try:
-            their_status.sendall(f"{code}\n".encode())
-        except OSError:
-            pass
-        their_status.close()
+        with their_status, contextlib.suppress(OSError):
+            their_status.sendall(f"{process.wait()}\n".encode())
 
     threading.Thread(target=report_exit, daemon=True).start()
     assert process.stdout is not None and process.stderr is not None
@@ -316,12 +314,10 @@ def _selectable(pipe: IO[bytes]) -> socket.socket:
     ours, theirs = socket.socketpair()
 
     def forward() -> None:
-        with pipe, theirs:
-            try:
-                while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]
-                    theirs.sendall(data)
-            except OSError:
-                pass  # the launching process has stopped reading
+        # an error: the launching process has stopped reading
+        with pipe, theirs, contextlib.suppress(OSError):
+            while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]
+                theirs.sendall(data)
 
     threading.Thread(target=forward, daemon=True).start()
     return ours

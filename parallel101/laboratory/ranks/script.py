@@ -124,9 +124,8 @@ def run_script(
     keeping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(target, RankRecorder):
         backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-        size, files = dist.get_world_size(), None
-        if directory is not None:
-            files = RankFiles(directory, target.rank, size, backend)
+        where = (target.rank, dist.get_world_size(), backend)
+        files = None if directory is None else RankFiles(directory, *where)
         keeping = target.keeping_last(last_events, files)
     with keeping, host_time(target, dist.get_backend()) as own, steps_marked(target, own):
         _mark("start", script)

@@ -43,6 +43,7 @@ from parallel101.laboratory.ranks.wire import (
     VirtualExit,
     Wire,
 )
+from parallel101.laboratory.ranks.worker import open_streams
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import where
 from parallel101.laboratory.record.units import ranks_text
@@ -59,7 +60,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     gpus: dict[int, GpuCount] = {}
     watcher = SimWatcher(wire)
     watcher.start()
-    sys.stdout, sys.stderr = _PrefixedStream(sys.stdout), _PrefixedStream(sys.stderr)
+    open_streams(_PrefixedStream)
     _make_exits_virtual()
 
     def rank_main(rank: int) -> tuple[bytes, list]:
@@ -186,41 +187,24 @@ class SimWatcher(ControlThread):
 _this_thread = threading.local()
 
 
-class _PrefixedStream(io.TextIOBase):
+class _PrefixedStream(io.TextIOWrapper):
     """A stream that writes the rank of the current thread before each line."""
 
-    def __init__(self, out: Any):
-        self.out = out
+    def __init__(self, *out: Any, **options: Any):
+        super().__init__(*out, **options)
         self.rest: dict[int | None, str] = {}  # each rank's unfinished line
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        """Return the process's own: faulthandler writes there, and torch's `record` turns it on."""
-        return self.out.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.out.encoding
-
-    def reconfigure(self, **options: Any) -> None:
-        """Do nothing: whole lines are written at once."""
 
     def write(self, text: str) -> int:
         rank = getattr(_this_thread, "rank", None)
         *lines, self.rest[rank] = (self.rest.get(rank, "") + text).split("\n")
         for line in lines:
-            self.out.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
+            super().write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
         return len(text)
 
     def end_line(self) -> None:
         """Write the current rank's unfinished line as a line."""
         if self.rest.get(getattr(_this_thread, "rank", None)):
             self.write("\n")
-
-    def flush(self) -> None:
-        self.out.flush()  # whole lines only: an unfinished one stays until its end
 
 
 def _make_exits_virtual() -> None:

@@ -283,8 +283,7 @@ class JobWatcher(Watcher):
 
     Args:
         timeout: seconds the launch may take.
-        on_record: takes this rank's record, once, when its program has ended or is about to be
-            stopped. With it, signals are handled.
+        on_record: as in Watcher. With it, signals are handled.
         monitor_pid: rank 0's process, if it is on this host.
 
     Attributes:
@@ -299,8 +298,7 @@ class JobWatcher(Watcher):
         on_record: Callable[[RankRecord], None] | None = None,
         monitor_pid: int | None = None,
     ):
-        super().__init__(recorder, wire, with_events=on_record is None)
-        self.on_record, self.keeping = on_record, threading.Lock()
+        super().__init__(recorder, wire, on_record)
         self.termination = None if on_record is None else TerminationSignal()
         self.timeout, self.deadline = timeout, time.monotonic() + timeout + 4 * GRACE
         self.monitor_pid, self.next_look = monitor_pid, 0.0
@@ -355,17 +353,6 @@ class JobWatcher(Watcher):
         self.over.set()
         self.join(GRACE)
         self.wire.sock.close()
-
-    def send_record(self, imported: Any = ()) -> None:
-        super().send_record(imported)
-        self.keep_record()
-
-    def keep_record(self) -> None:
-        """Pass on what this rank has recorded, unless that has been done."""
-        with self.keeping:
-            keep, self.on_record = self.on_record, None
-            if keep is not None:
-                keep(self.record())
 
     def _where(self) -> str:
         return shown(self.place())

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -184,15 +184,22 @@ class Watcher(ControlThread):
 
     Args:
         recorder: of the rank.
-        with_events: whether the record that it sends has the events.
+        on_record: in a job, takes this rank's record, once, when its program has ended or is about
+            to be stopped. The record that is sent then has no events.
 
     Attributes:
         outside: where the rank is, if not in the program; else "".
     """
 
-    def __init__(self, recorder: RankRecorder, wire: Wire, with_events: bool = True):
+    def __init__(
+        self,
+        recorder: RankRecorder,
+        wire: Wire,
+        on_record: Callable[[RankRecord], None] | None = None,
+    ):
         super().__init__(wire)
-        self.recorder, self.with_events = recorder, with_events
+        self.recorder, self.on_record = recorder, on_record
+        self.with_events, self.keeping = on_record is None, threading.Lock()
         self.outside = "its start, before the program"
         self.calls: list[Call] = []  # that have been posted, and not reported yet
         if recorder.recording:
@@ -240,6 +247,14 @@ class Watcher(ControlThread):
         record = self.record() if self.with_events else RankRecord([], [], self.recorder.unwaited)
         record = record._replace(imported=imported)
         self.wire.send(RECORD, (record, self.recorder.status(messages=NEWEST)))
+        self.keep_record()
+
+    def keep_record(self) -> None:
+        """Pass on what this rank has recorded, unless that has been done."""
+        with self.keeping:
+            keep, self.on_record = self.on_record, None
+            if keep is not None:
+                keep(self.record())
 
     def record(self) -> RankRecord:
         """Return the record of this rank so far."""
@@ -282,22 +297,16 @@ class Watcher(ControlThread):
         while futures and futures[0].inner.is_completed():
             futures.popleft()
         frame = sys._current_frames().get(self.recorder.thread) if futures else None
-        if (
-            frame is None
-            or not frame.f_code.co_filename.startswith(_WAITING)
-            or not hasattr(time, "pthread_getcpuclockid")
-        ):
-            self.position = None
-            return None
-        position = (
-            id(frame),
-            frame.f_lasti,
-            time.clock_gettime(time.pthread_getcpuclockid(self.recorder.thread)),
-        )
-        now = time.monotonic()
+        position = None
+        if frame is not None and frame.f_code.co_filename.startswith(_WAITING):
+            cpu = getattr(time, "pthread_getcpuclockid", None)  # not on macOS
+            if cpu is not None:
+                used = time.clock_gettime(cpu(self.recorder.thread))
+                position = id(frame), frame.f_lasti, used
         if position != self.position:
-            self.position, self.since = position, now
-        return futures[0] if now - self.since >= IN_CPP_FOR else None
+            self.position, self.since = position, time.monotonic()
+        waits = position is not None and time.monotonic() - self.since >= IN_CPP_FOR
+        return futures[0] if waits else None
 
 
 def _others_at_work(program: int) -> bool:

@@ -16,7 +16,6 @@ import ctypes
 import faulthandler
 import gc
 import io
-import json
 import linecache
 import os
 import random
@@ -36,13 +35,8 @@ from parallel101.laboratory.ranks.wire import JOB, Job, Wire
 SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
 
 
-def main(channels: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
-    """Serve one job, and exit.
-
-    A forked rank is given its file descriptors, a spawned one a text that says where they are.
-    """
-    if channels:
-        control, status = inherited(channels)
+def main(*, control: int, status: int = -1) -> NoReturn:
+    """Serve one job, and exit. The arguments are file descriptors: a socket, and a pipe's end."""
     wire = Wire(socket.socket(fileno=control))
     if status >= 0:
         # if C code kills this process, it writes there where the program was
@@ -98,29 +92,20 @@ def run_real_rank(rank: int, job: Job, rendezvous: str, wire: Wire, loaded: set[
 # ---- a new process prepares itself ----
 
 
-def inherited(channels: str) -> tuple[int, int]:
-    """Return a spawned rank's file descriptors: control and status.
-
-    On Windows there is only a socket, which comes by stdin.
-    """
-    if channels != "stdin":
-        control, status = (int(fd) for fd in channels.split(","))
-        return control, status
-    shared = bytes.fromhex(json.loads(sys.stdin.readline()))
-    return socket.fromshare(shared).detach(), -1  # type: ignore[attr-defined]
+def shared_socket() -> int:
+    """Return the control socket of a rank on Windows, which comes by stdin."""
+    shared = bytes.fromhex(sys.stdin.readline())
+    return socket.fromshare(shared).detach()  # type: ignore[attr-defined]
 
 
-def open_streams() -> None:
+def open_streams(kind: type[io.TextIOWrapper] = io.TextIOWrapper) -> None:
     """Let Python and C write whole lines at once: into a pipe both would write block by block."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         libc = ctypes.CDLL(None)
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
     for name, fd in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(fd, "wb", closefd=False)
-        stream = io.TextIOWrapper(
-            raw, encoding="utf-8", errors="backslashreplace", write_through=True
-        )
-        stream.reconfigure(line_buffering=True)
+        stream = kind(raw, "utf-8", "backslashreplace", line_buffering=True, write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
