@@ -1,6 +1,4 @@
-"""The fork server: the modules that ranks find imported, the memory that a fork copies, and
-random numbers after a fork.
-"""
+"""The fork server: the modules that ranks find imported, and the memory that a fork copies."""
 
 from __future__ import annotations
 
@@ -19,14 +17,10 @@ from parallel101.laboratory.ranks.processes import kill, start_method, start_ran
 pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
 
 
-def can_collapse() -> bool:
-    """Whether this kernel puts memory into large pages on request (Linux 6.1 and later, if it
-    was built with them).
-    """
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        return False
-    major, minor = os.uname().release.split(".")[:2]
-    return (int(major), int(minor)) >= (6, 1)
+# Linux puts memory into large pages on request from 6.1 on, if it was built with them
+CAN_COLLAPSE = Path("/sys/kernel/mm/transparent_hugepage").exists() and [
+    int(number) for number in os.uname().release.split(".")[:2]
+] >= [6, 1]
 
 
 def test_a_lost_fork_server_is_replaced_and_imports_slow_modules_for_the_next_ranks(
@@ -39,8 +33,7 @@ def test_a_lost_fork_server_is_replaced_and_imports_slow_modules_for_the_next_ra
     p101.launch(int, world_size=1)
     processes._server.process.kill()
     processes._server.process.wait()
-    # an entry that is no string, as Python ignores it
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # an entry that is no string
     names = "parallel101.cost.hardware", "torch.distributed.tensor", "tabnanny"
     runs = [p101.launch(program, *names, world_size=1).results[0][0] for _ in range(2)]
     assert runs == [[False, False, False], [True, True, False]], (
@@ -54,19 +47,7 @@ def test_a_list_of_modules_may_be_long():
     assert p101.launch(lambda: "tabnanny" in sys.modules, world_size=2).results == [True, True]
 
 
-def test_each_rank_has_its_own_numpy_random_numbers():
-    """Also if numpy.random was imported once for all ranks, in the fork server, as with the first
-    optimizer.
-    """
-    processes.preload(["numpy.random"])
-    draw = lambda: importlib.import_module("numpy.random").random()  # noqa: E731
-    for world in ("gloo", "sim"):
-        once, again = (p101.launch(draw, world_size=3, backend=world).results for _ in range(2))
-        assert len(set(once)) == len(set(again)) == 3
-        assert (once == again) == (world == "sim")
-
-
-@pytest.mark.skipif(not can_collapse(), reason="this system has no large pages")
+@pytest.mark.skipif(not CAN_COLLAPSE, reason="this system has no large pages")
 def test_memory_is_put_into_large_pages():
     program = """
 import re

@@ -11,7 +11,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 import parallel101 as p101
 from parallel101 import cli
@@ -32,7 +31,7 @@ SCRIPT = """
     def see():
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split()
         names += ["OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"]
-        return {name: os.environ[name] for name in names}
+        return [os.environ[name] for name in names]
 
     class Doubled:
         def __len__(self): return 4
@@ -42,7 +41,7 @@ SCRIPT = """
         limit = timedelta(seconds=1 if case == "handled" else 60)
         dist.init_process_group("nccl" if case == "fine" else "gloo", timeout=limit)
         rank = dist.get_rank()
-        if case in ("deadlock", "handled"):
+        if case == "handled":
             try:
                 dist.recv(torch.ones(1), 1 - rank)
             except RuntimeError:  # the limit has ended the wait
@@ -50,10 +49,6 @@ SCRIPT = """
                 sys.exit()
         if case == "crash" and rank == 1:
             raise ValueError("the loss is NaN")
-        if case == "cuda":
-            torch.ones(1).cuda()
-        if case == "exit":
-            sys.exit(3)
         if case == "killed":  # rank 0 is blocked when rank 1 dies
             dist.all_reduce(torch.ones(1000))
             if rank == 1:
@@ -90,21 +85,12 @@ def script(tmp_path, monkeypatch):
 def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
     assert cli.main(["run", "--world-size", "2", script, "--case", "fine"]) == 0
     out, err = capsys.readouterr()
+    batches = [[0.0, 2.0], [4.0, 6.0]]
     for rank in (0, 1):
-        argv, name, file, environment, batches, neighbour, total = json.loads(
-            (tmp_path / f"log{rank}").read_text()
-        )
-        assert argv == [script, "--case", "fine"] and (name, file) == ("__main__", script)
-        assert environment == {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_RUN_ID": "none",
-        }
-        assert (batches, neighbour, total) == ([[0.0, 2.0], [4.0, 6.0]], "next to the script", 2.0)
+        told = json.loads((tmp_path / f"log{rank}").read_text())
+        environment = [str(rank), str(rank), "2", "2", "127.0.0.1", "1", "none"]
+        argv = [script, "--case", "fine"]
+        assert told == [argv, "__main__", script, environment, batches, "next to the script", 2.0]
         assert f"[rank {rank}] bye from {rank}" in out
     asked = "the program asks for backend 'nccl', and this run uses 'gloo' instead"
     assert f"[rank 0] parallel101: {asked}" in err
@@ -115,34 +101,16 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
     assert "on rank 0" in slowest and f"{script}:" in slowest
 
 
-def test_what_goes_wrong_is_reported_as_launch_reports_it(script, capsys):
-    wrong = {
-        "deadlock": [
-            *("deadlock: no rank can go on", "rank 0 waits in recv from rank 1, at"),
-            "dist.recv(torch.ones(1), 1 - rank)",
-        ],
-        "crash": [
-            "rank 1 raised ValueError: the loss is NaN",
-            'raise ValueError("the loss is NaN")',
-        ],
-        # in torch's words, which depend on its build
-        "cuda": ["rank 0 raised ", "torch.ones(1).cuda()"],
-        "exit": ["raised SystemExit: 3"],
-    }
-    if torch.cuda.is_available():
-        del wrong["cuda"]
-    for case, words in wrong.items():
-        assert cli.main(["run", "--world-size", "2", script, "--case", case]) == 1, case
-        err = capsys.readouterr().err
-        assert all(word in err for word in words), (case, err)
-        assert "parallel101/" not in err, "a traceback shows the script's frames only"
-
-
-def test_with_keep_waiting_a_deadlock_is_printed_and_the_script_goes_on(script, capsys):
+def test_what_goes_wrong_is_reported_and_with_keep_waiting_the_script_goes_on(script, capsys):
+    assert cli.main(["run", "--world-size", "2", script, "--case", "crash"]) == 1
+    err = capsys.readouterr().err
+    assert "rank 1 raised ValueError: the loss is NaN" in err
+    assert "parallel101/" not in err, "a traceback shows the script's frames only"
     command = ["run", "--keep-waiting", "--world-size", "2", script, "--case", "handled"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
     assert "parallel101: deadlock: no rank can go on" in err
+    assert "rank 0 waits in recv from rank 1, at" in err and "dist.recv(torch.ones(1), 1 -" in err
     assert "ranks 0 and 1 will go on by their own time limits, the first after 1 s" in err
     assert out.count("handled by the script") == 2
 

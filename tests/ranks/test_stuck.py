@@ -6,9 +6,7 @@ What a rank's program does is seen from another thread of its process.
 from __future__ import annotations
 
 import math
-import queue
 import sys
-import threading
 
 import pytest
 
@@ -17,7 +15,6 @@ from parallel101.laboratory.ranks.watcher import Watcher, stack_lines
 from parallel101.laboratory.ranks.wire import RankStack
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
-from tests.ranks.failing import line_of
 from tests.record.test_calls import call
 
 
@@ -73,59 +70,18 @@ def test_when_a_run_is_stuck(limit, statuses, due, looks):
         assert detector.due(200.0, ranks) == 230.0, "a rank that begins to wait is progress"
 
 
-@pytest.mark.parametrize(("busy", "does"), [(0.02, "is blocked"), (0.98, "computes or loops")])
-def test_a_report_has_who_waits_for_whom_and_the_stack_of_the_rank_that_does_not_come(busy, does):
-    stack = RankStack(1, "train.py:7", ['  File "train.py", line 7'], 31.0, busy)
-    lines = rank_lines(one_is_missing(), {1: stack}, details=True)
-    assert lines[0] == "rank 0 waits in all_reduce for rank 1, at here.py:0"
-    assert lines[1] == "rank 1 is at train.py:7"
-    assert "In 31 s it has called nothing of torch.distributed." in lines[2]
-    assert f"Now it uses {busy:.0%} of a core: it {does}." in lines[2]
-    assert lines[-2].strip() == 'File "train.py", line 7'
-    text = stuck_text(lines, 30.9, 60.0)
-    assert "no progress for 30 s" in text and "The run goes on" in text
-    assert "the next report comes in 60 s" in text
-
-
-def test_ranks_that_have_returned_and_that_do_not_answer_are_named():
-    returned = RankStatus(returned=True)
-    lines = rank_lines(graph(returned, RankStatus(), returned), {}, SILENT)
-    assert lines[0] == "ranks 0 and 2 have returned" and lines[1].startswith("rank 1 does not")
-
-
-class Blocked:
-    """A thread with a function that blocks until `release` is called, and its recorder."""
-
-    def __init__(self, function, release):
-        self.release = release
-        self.recorder = RankRecorder(3, recording=False)
-        self.thread = threading.Thread(target=function)
-
-    def __enter__(self):
-        self.thread.start()
-        self.recorder.thread = self.thread.ident
-        return self
-
-    def __exit__(self, *_):
-        self.release()
-        self.thread.join()
-
-
-def gets(waiting):
-    waiting.get()
-
-
-def test_the_place_is_the_programs_own_line_and_the_stack_has_the_librarys_too():
-    waiting = queue.Queue()
-    with Blocked(lambda: gets(waiting), lambda: waiting.put(1)) as blocked:
-        watcher, place = Watcher(blocked.recorder, None), line_of(gets, "waiting.get()")
-        assert watcher.stacks()[0].place == "its start, before the program"
-        watcher.outside = ""
-        while True:
-            (stack,) = watcher.stacks()
-            if stack.place == place and "queue.py" in str(stack.lines):
-                break
-        assert stack.rank == 3 and "waiting.get()" in "\n".join(stack.lines)
+def test_ranks_that_return_and_that_do_not_answer_and_what_the_others_do_are_named():
+    returned, lines = RankStatus(returned=True), ['  File "train.py", line 7']
+    stacks = {
+        1: RankStack(1, "a.py:7", lines, 31.0, 0.02),
+        2: RankStack(2, "a.py:8", [], 1.0, 0.98),
+    }
+    told = rank_lines(graph(returned, RUNS, RUNS, RUNS, returned), stacks, SILENT, details=True)
+    assert told[:2] == ["ranks 0 and 4 have returned", "rank 1 is at a.py:7"]
+    assert "In 31 s it has called nothing" in told[2] and "2% of a core: it is blocked" in told[2]
+    assert told[4].strip() == lines[0].strip() and told[5] == "rank 2 is at a.py:8"
+    assert "it computes or loops" in told[6] and told[7].startswith("rank 3 does not answer")
+    assert "the next report comes in 60 s" in stuck_text(told, 30.9, 60.0)
 
 
 def test_seconds_without_a_call_begin_again_with_each_call():

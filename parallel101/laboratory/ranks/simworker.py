@@ -43,7 +43,6 @@ from parallel101.laboratory.ranks.wire import (
     VirtualExit,
     Wire,
 )
-from parallel101.laboratory.ranks.worker import open_streams
 from parallel101.laboratory.record.events import EventRow
 from parallel101.laboratory.record.program_lines import where
 from parallel101.laboratory.record.units import ranks_text
@@ -60,7 +59,6 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     gpus: dict[int, GpuCount] = {}
     watcher = SimWatcher(wire)
     watcher.start()
-    open_streams(_PrefixedStream)
     _make_exits_virtual()
 
     def rank_main(rank: int) -> tuple[bytes, list]:
@@ -187,7 +185,7 @@ class SimWatcher(ControlThread):
 _this_thread = threading.local()
 
 
-class _PrefixedStream(io.TextIOWrapper):
+class PrefixedStream(io.TextIOWrapper):
     """A stream that writes the rank of the current thread before each line."""
 
     def __init__(self, *out: Any, **options: Any):

@@ -55,8 +55,9 @@ def main(*, control: int, status: int = -1) -> NoReturn:
         rank, job, rendezvous, surroundings = value
         prepare(rank, job, **surroundings)
         if job.backend == "sim":
-            from parallel101.laboratory.ranks.simworker import run_virtual_ranks
+            from parallel101.laboratory.ranks.simworker import PrefixedStream, run_virtual_ranks
 
+            open_streams(PrefixedStream)
             run_virtual_ranks(job, wire, loaded)
         else:
             run_real_rank(rank, job, rendezvous, wire, loaded)
