@@ -70,42 +70,32 @@ def test_nothing_is_left(backend, tmp_path, monkeypatch):
 def test_processes_that_a_rank_forks_do_not_delay_the_end():
     """They hold its end of every pipe.
 
-    Whether they return or go on, the launch ends when its ranks do.
+    Whether they return or go on, the launch ends when its ranks do, and a death is reported. (A
+    launch gives each rank that does not exit 5 s.)
     """
 
-    def program(child_returns):
+    def program(child_returns, end):
         rank, mine = dist.get_rank(), os.getpid()
         if os.fork() == 0 and not child_returns:
             while True:
                 signal.pause()
+        if end and rank == 1:
+            os._exit(3)
+        dist.barrier() if os.getpid() == mine else None
         return rank, os.getpid() == mine
 
-    for child_returns in (True, False):
-        began = time.monotonic()
-        assert p101.launch(program, child_returns, world_size=2).results == [(0, True), (1, True)]
-        # a launch gives each rank that does not exit 5 s
-        assert time.monotonic() - began < 5
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_death_is_reported_though_the_ranks_child_lives():
-    def program():
-        if dist.get_rank() == 0:
-            dist.barrier()
-        if os.fork() == 0:
-            signal.pause()
-        os._exit(3)
-
-    assert fails(p101.RankFailed, program, world_size=2).exitcode == 3
-
-
-def test_loaders_with_workers_run_in_a_rank():
-    def program():
+    def loads():
         options = {"num_workers": 2, "multiprocessing_context": "fork"}
         data = torch.utils.data.DataLoader(range(8), batch_size=2, **options)
         return sum(int(batch.sum()) for batch in data)
 
-    assert p101.launch(program, world_size=2).results == [28, 28]
+    began = time.monotonic()
+    for child_returns in (True, False):
+        run = p101.launch(program, child_returns, False, world_size=2)
+        assert run.results == [(0, True), (1, True)]
+    assert fails(p101.RankFailed, lambda: program(False, True), world_size=2).exitcode == 3
+    assert time.monotonic() - began < 5
+    assert p101.launch(loads, world_size=2).results == [28, 28]
 
 
 SCRIPT = """

@@ -94,51 +94,37 @@ def test_a_limit_may_stand_in_the_call_itself(backend):
     assert of_wait == LATE and of_barrier
 
 
-def test_a_monitored_barrier_without_time_ends_at_once():
-    def program():
-        return dist.get_rank() and caught(lambda: dist.group.WORLD.monitored_barrier(timedelta(0)))
-
-    late = LATE.replace("1000", "1")
-    assert p101.launch(program, world_size=2, backend="sim").results == [0, late]
-
-
 def waits_without_limit(first_limit):
+    """Rank 2 computes, so that on sim the limit of the others would come first."""
     dist.init_process_group("gloo", timeout=first_limit)
     group, rank = dist.new_group(timeout=SECOND), dist.get_rank()
     if rank == 0:
         caught(lambda: dist.recv(torch.ones(1), 1, group=group))
-        dist.recv(torch.ones(1), 1)
+    if rank < 2:
+        dist.recv(torch.ones(1), 1 - rank)
     else:
-        dist.recv(torch.ones(1), 0)
+        p101.compute(100.0)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_with_keep_waiting_what_has_no_limit_of_its_own_is_a_deadlock(backend, capfd):
-    with pytest.raises(p101.DeadlockError) as deadlock:
-        p101.launch(waits_without_limit, None, world_size=2, backend=backend, keep_waiting=True)
-    assert deadlock.value.cycle == [0, 1]
-    if backend == "gloo":  # on sim no time passes until the limit
+    """And without it, whatever the limit."""
+    for keep_waiting, limit in ((True, None), (False, timedelta(seconds=50))):
+        began = time.monotonic()
+        with pytest.raises(p101.DeadlockError) as deadlock:
+            p101.launch(
+                waits_without_limit,
+                limit,
+                world_size=3,
+                backend=backend,
+                keep_waiting=keep_waiting,
+            )
+        assert deadlock.value.cycle == [0, 1] and time.monotonic() - began < 40
         err = capfd.readouterr().err
-        assert "parallel101: deadlock: no rank can go on" in err
-        assert "rank 0 waits in recv from rank 1, at" in err
-        assert "rank 0 will go on by its own time limit, after 1 s: the run is not ended" in err
-
-
-def catches_its_limit():
-    """A cycle of receives. Rank 2 computes, so that on sim the limit would come first."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
-    if (rank := dist.get_rank()) == 2:
-        p101.compute(100.0)
-    else:
-        caught(lambda: dist.recv(torch.ones(1), 1 - rank))
-
-
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_deadlock_ends_the_run_long_before_the_programs_limit(backend):
-    began = time.monotonic()
-    with pytest.raises(p101.DeadlockError) as deadlock:
-        p101.launch(catches_its_limit, world_size=3, backend=backend)
-    assert deadlock.value.cycle == [0, 1] and time.monotonic() - began < 40
+        if keep_waiting and backend == "gloo":  # on sim no time passes until the limit
+            assert "parallel101: deadlock: no rank can go on" in err
+            assert "rank 0 waits in recv from rank 1, at" in err
+            assert "rank 0 will go on by its own time limit, after 1 s: the run is not" in err
 
 
 def test_a_slow_rank_is_no_deadlock_and_the_programs_limit_applies():
@@ -161,7 +147,7 @@ def test_an_error_that_is_not_caught_fails_the_rank(backend):
         assert re.search(r"waited in recv for rank.*test_time_limits\.py:", str(failed.value))
 
 
-def test_under_nccls_rules_too():
+def test_under_nccls_rules_too_and_a_monitored_barrier_without_time_ends_at_once():
     def program():
         group, rank = dist.new_group(timeout=SECOND), dist.get_rank()
         text = caught(lambda: dist.all_reduce(torch.ones(2), group=group)) if rank == 0 else ""
@@ -170,3 +156,11 @@ def test_under_nccls_rules_too():
 
     options = {"backend": "sim", "rules": "nccl", "keep_waiting": True}
     assert p101.launch(program, world_size=2, **options).results == [LATE, ""]
+    at_once = lambda: (
+        dist.get_rank()
+        and caught(  # noqa: E731
+            lambda: dist.group.WORLD.monitored_barrier(timedelta(0))
+        )
+    )
+    late = LATE.replace("1000", "1")
+    assert p101.launch(at_once, world_size=2, backend="sim").results == [0, late]
