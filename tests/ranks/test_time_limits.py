@@ -156,11 +156,9 @@ def test_under_nccls_rules_too_and_a_monitored_barrier_without_time_ends_at_once
 
     options = {"backend": "sim", "rules": "nccl", "keep_waiting": True}
     assert p101.launch(program, world_size=2, **options).results == [LATE, ""]
-    at_once = lambda: (
-        dist.get_rank()
-        and caught(  # noqa: E731
-            lambda: dist.group.WORLD.monitored_barrier(timedelta(0))
-        )
-    )
+
+    def at_once():
+        return dist.get_rank() and caught(lambda: dist.group.WORLD.monitored_barrier(timedelta(0)))
+
     late = LATE.replace("1000", "1")
     assert p101.launch(at_once, world_size=2, backend="sim").results == [0, late]

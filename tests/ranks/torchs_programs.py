@@ -76,17 +76,6 @@ def ddp(**options: Any) -> list[Tensor]:
     return trained(DDP(net, bucket_cap_mb=1e-4, **options), net, own)
 
 
-def ddp_accumulates() -> list[Tensor]:
-    """As nanoGPT does it: only the last of the microbatches synchronizes."""
-    net = mlp()
-    model = DDP(net)
-    for micro in range(3):
-        model.require_backward_grad_sync = micro == 2
-        model(own(micro)).square().mean().backward()
-    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    return [p.grad for p in net.parameters()]
-
-
 def ddp_sparse() -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1)).double()
@@ -116,14 +105,6 @@ def fsdp2(**options: Any) -> list[Tensor]:
     return trained(net, net, own)
 
 
-def tensor_parallel() -> list[Tensor]:
-    net = mlp()
-    parallelize_module(
-        net, init_device_mesh("cpu", (RANKS,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    )
-    return trained(net, net, lambda step: randn(step, 3, 4))
-
-
 def sequence_parallel() -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -137,12 +118,12 @@ def sequence_parallel() -> list[Tensor]:
     }
     mesh = init_device_mesh("cpu", (RANKS,))
     parallelize_module(net, mesh, plan)
-    parallelize_module(
-        net, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
-    )
-    parallelize_module(
-        net, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-    )
+    whole, parts = Replicate(), Shard(1)
+    for style in (
+        PrepareModuleInput(input_layouts=whole, desired_input_layouts=parts),
+        PrepareModuleOutput(output_layouts=parts, desired_output_layouts=whole),
+    ):
+        parallelize_module(net, mesh, style)
     return trained(net, net, lambda step: randn(step, 2, 6, 4))
 
 
@@ -199,7 +180,6 @@ PROGRAMS = {
     "DDP, unused parameters": lambda: ddp(
         find_unused_parameters=True, gradient_as_bucket_view=True
     ),
-    "DDP, accumulation": ddp_accumulates,
     "DDP, sparse": ddp_sparse,
     "DDP, channels last": channels_last,
     "FSDP2": fsdp2,
@@ -208,16 +188,13 @@ PROGRAMS = {
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     ),
     "DTensor": dtensor,
-    "tensor parallel": tensor_parallel,
     "sequence parallel": sequence_parallel,
     "loss parallel": parallel_loss,
     **{
         kind.__name__: lambda kind=kind: pipelined(kind)
         for kind in (
             schedules.ScheduleGPipe,
-            schedules.Schedule1F1B,
             schedules.ScheduleInterleaved1F1B,
-            schedules.ScheduleLoopedBFS,
             schedules.ScheduleInterleavedZeroBubble,
             schedules.ScheduleZBVZeroBubble,
             schedules.ScheduleDualPipeV,
