@@ -54,44 +54,12 @@ from parallel101.cost.times import (
     reduce_scatter,
 )
 
-__all__ = [
-    "CHIPS",
-    "MEGATRON_2021",
-    "PRECISIONS",
-    "TRAINERS",
-    "AttentionBytes",
-    "AttentionShape",
-    "Chip",
-    "Cluster",
-    "Cost",
-    "KernelFigures",
-    "LayerShape",
-    "Level",
-    "ModelShape",
-    "ModelStates",
-    "ParallelLayout",
-    "Software",
-    "StageMemory",
-    "StepTime",
-    "Time",
-    "Torus",
-    "TwoLevelCost",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "best_segments",
-    "closed_form",
-    "hardware_flops",
-    "kept_by_our_gpt",
-    "layer_activations",
-    "matmul",
-    "model_flops",
-    "model_states",
-    "reduce_scatter",
-    "ring_attention_bytes",
-    "step_memory",
-    "step_time",
-    "torus_form",
-    "two_level_form",
-    "ulysses_bytes",
-]
+__all__ = ["Cost", "TwoLevelCost", "best_segments", "closed_form", "torus_form", "two_level_form"]
+__all__ += ["AttentionBytes", "AttentionShape", "ring_attention_bytes", "ulysses_bytes"]
+__all__ += ["Time", "all_gather", "all_reduce", "all_to_all", "matmul", "reduce_scatter"]
+__all__ += ["CHIPS", "Chip", "KernelFigures", "Level", "Torus"]
+__all__ += ["LayerShape", "kept_by_our_gpt", "layer_activations"]
+__all__ += ["PRECISIONS", "ModelStates", "model_states"]
+__all__ += ["ModelShape", "ParallelLayout", "hardware_flops", "model_flops"]
+__all__ += ["MEGATRON_2021", "TRAINERS", "Cluster", "Software"]
+__all__ += ["StageMemory", "StepTime", "step_memory", "step_time"]

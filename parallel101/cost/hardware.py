@@ -143,13 +143,19 @@ H100_RUNS = "published H100 runs, none of which calibrated the model, took "
 H100_RUNS += f"{ON_H100[0]} to {ON_H100[1]} times what it says for their programs"
 H200_RUNS = "the H100's, which has the same SMs; no run on an H200 was compared"
 B200_RUNS = "a guess: the H100's; no run on a B200 was compared"
-H100_KERNELS = KernelFigures(132, 0.71, 0.88, 0.55, 0.45, ON_H100, H100_RUNS)
-KERNELS = {
-    "A100": KernelFigures(108, 0.80, 0.64, 0.60, 0.50, (0.9, 1.1), A100_RUNS),
-    "H100": H100_KERNELS,
-    "H200": replace(H100_KERNELS, runs_words=H200_RUNS),
-    "B200": KernelFigures(148, 0.69, 0.88, 0.50, 0.40, ON_H100, B200_RUNS),
-}
+A100_KERNELS = KernelFigures(
+    sms=108, sustained=0.80, hbm=0.64, attention=0.60, attention_backward=0.50,
+    runs=(0.9, 1.1), runs_words=A100_RUNS,
+)  # fmt: skip
+H100_KERNELS = KernelFigures(
+    sms=132, sustained=0.71, hbm=0.88, attention=0.55, attention_backward=0.45,
+    runs=ON_H100, runs_words=H100_RUNS,
+)  # fmt: skip
+H200_KERNELS = replace(H100_KERNELS, runs_words=H200_RUNS)
+B200_KERNELS = KernelFigures(
+    sms=148, sustained=0.69, hbm=0.88, attention=0.50, attention_backward=0.40,
+    runs=ON_H100, runs_words=B200_RUNS,
+)  # fmt: skip
 
 # Seconds of a hop. TPU: "typically around 1us", Austin et al., How to Scale Your Model (2025), part
 # 3, "A note on ICI latency". GPU: NCCL, src/graph/tuning.cc, hwLat of ring with protocol LL.
@@ -158,21 +164,13 @@ HOP, NVLINK_HOP, NETWORK_HOP = 1e-6, 0.6e-6, 2.7e-6
 # SuperPOD reference architecture, DGX H100, Network Fabrics, and DGX H100 User Guide, table Network
 # Modules. The B200's: the same of DGX B200 (8 cables a node).
 LEAF = Level("leaf", 32, 400e9, NETWORK_HOP, rails=8)
-H100_LINKS = (
-    Level("node", 8, 450e9, NVLINK_HOP),
-    LEAF,
-    Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8),
-)
-A100_LINKS = (
-    Level("node", 8, 300e9, NVLINK_HOP),
-    Level("leaf", 20, 200e9, NETWORK_HOP, rails=8),
-)
+SPINE = Level("spine", 4, 12.8e12, NETWORK_HOP, rails=8)
+H100_LINKS = Level("node", 8, 450e9, NVLINK_HOP), LEAF, SPINE
+A100_LINKS = Level("node", 8, 300e9, NVLINK_HOP), Level("leaf", 20, 200e9, NETWORK_HOP, rails=8)
 B200_LINKS = Level("node", 8, 900e9, NVLINK_HOP), LEAF
 # nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200
-GB200_LINKS = (
-    Level("node", 72, 900e9, NVLINK_HOP),
-    Level("leaf", 8, 3.6e12, NETWORK_HOP, rails=72),
-)
+GB200_LEAF = Level("leaf", 8, 3.6e12, NETWORK_HOP, rails=72)
+GB200_LINKS = Level("node", 72, 900e9, NVLINK_HOP), GB200_LEAF
 V5P_LINKS = Torus(3, 9.0e10, HOP, ring_multiple=4)  # closed in multiples of a cube of 4 × 4 × 4
 
 # name, flops, bytes and bandwidth of the memory, links. Sources: Austin et al., part 2, "TPU Specs"
@@ -190,10 +188,10 @@ CHIPS: dict[str, Chip] = {
         Chip("TPU v5e", 1.97e14, 16e9, 8.1e11, Torus(2, 4.5e10, HOP, ring_multiple=16)),
         Chip("TPU v6e", 9.2e14, 32e9, 1.6e12, Torus(2, 9.0e10, HOP, ring_multiple=16)),
         Chip("TPU7x", 2.307e15, 192 * 2**30, 7.38e12, V5P_LINKS),
-        Chip("A100", 3.12e14, 80e9, 2.0e12, A100_LINKS, kernels=KERNELS["A100"]),
-        Chip("H100", 9.9e14, 80e9, 3.35e12, H100_LINKS, 64e9, KERNELS["H100"]),
-        Chip("H200", 9.9e14, 141e9, 4.8e12, H100_LINKS, kernels=KERNELS["H200"]),
-        Chip("B200", 2.25e15, 192e9, 8.0e12, B200_LINKS, kernels=KERNELS["B200"]),
+        Chip("A100", 3.12e14, 80e9, 2.0e12, A100_LINKS, kernels=A100_KERNELS),
+        Chip("H100", 9.9e14, 80e9, 3.35e12, H100_LINKS, 64e9, H100_KERNELS),
+        Chip("H200", 9.9e14, 141e9, 4.8e12, H100_LINKS, kernels=H200_KERNELS),
+        Chip("B200", 2.25e15, 192e9, 8.0e12, B200_LINKS, kernels=B200_KERNELS),
         Chip("GB200", 2.5e15, 186e9, 8.0e12, GB200_LINKS),
     )
 }

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import ParallelLayout, check_cut
 
 # the tensors of `layer_kept` that selective recomputation computes again
 CORE = (
@@ -96,11 +96,7 @@ def kept_of(of: LayerShape, *, regather: bool, cpu: bool = False) -> dict[str, f
         recompute=of.recompute,
         sequence_parallel=of.sequence_parallel,
     )
-    for name in ("heads", "time") if of.sequence_parallel else ("heads",):
-        if (size := getattr(of, name)) % of.ranks:
-            raise ValueError(
-                f"{name}={size} can't be cut over {of.ranks} ranks: expected a multiple"
-            )
+    check_cut(shape, layout)
     kept = layer_kept(shape, layout, regather=regather, cpu=cpu)
     if of.recompute == "full":
         return {"input of the layer": kept["inputs of the two norms"] / 2}

@@ -28,7 +28,7 @@ from parallel101.cost.model_shape import (
     linears,
     parameters_and_arrays,
 )
-from parallel101.cost.parallel_layout import ParallelLayout
+from parallel101.cost.parallel_layout import ParallelLayout, check_cut
 from parallel101.cost.software import TRAINERS, Software
 
 SMALL = 1.0  # bytes of a kernel that takes as long as its launch
@@ -66,6 +66,7 @@ class RankWork:
 
     def __post_init__(self) -> None:
         shape, layout, part = self.shape, self.layout, self.part
+        check_cut(shape, layout)
         self.layers, self.first, self.last = part
         tp, cp = layout.tp, layout.cp
         self.parameters, self.arrays = parameters_and_arrays(shape, tp, layout.ep, *part)

@@ -71,12 +71,13 @@ def products_seconds(
             ∂W (k, n) = xᵀ (k, m) · g (m, n).
         itemsize: bytes of a number; 0: those of the layout.
     """
-    seconds = partial(product_seconds, of.cluster.chip, itemsize=itemsize or of.e)
-    found = 0.0
-    for m, n, k, batch in products:
-        sizes = {"m": m, "n": n, "k": k}
-        found += seconds(*(sizes[name] for name in order), batch=batch)
-    return found
+    places, itemsize = ["mnk".index(size) for size in order], itemsize or of.e
+    return sum(
+        product_seconds(
+            of.cluster.chip, *(sizes[i] for i in places), batch=batch, itemsize=itemsize
+        )
+        for *sizes, batch in products
+    )
 
 
 def bound_by_memory(of: RankWork, kernels: list[float]) -> float:

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from parallel101.cost.model_shape import check_known, check_whole
+from parallel101.cost.model_shape import ModelShape, check_known, check_whole
 
 # how many running averages of the gradients an optimizer keeps, each as large as the weights
 AVERAGES = {"adamw": 2, "momentum": 1, "sgd": 0}
@@ -134,13 +134,16 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     return (each - 1, *(each,) * (stages - 2), each - 1)
 
 
-def entries_of_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Return HybridTrainer's `layers_per_stage` for a decoder.
-
-    The model's sequence is its embedding, the layers, a norm and the head. Raises ValueError: see
-    `stage_layers`.
-    """
-    entries = list(stage_layers(layers, stages))
-    entries[0] += 1
-    entries[-1] += 2
-    return tuple(entries)
+def check_cut(shape: ModelShape, layout: ParallelLayout) -> None:
+    """Raise ValueError if the layout's axes don't cut the model evenly."""
+    for name, size, axis in (
+        ("heads", shape.heads, "tp"),
+        ("kv_heads", shape.kv, "tp"),
+        ("feed_forward", shape.inside, "tp"),
+        ("time", shape.time, "tp" if layout.sequence_parallel else "cp"),
+        ("time", shape.time, "cp"),
+        ("experts", shape.experts, "ep"),
+    ):
+        parts = getattr(layout, axis)
+        if size % parts or parts > max(size, 1):
+            raise ValueError(f"{name}={size} can't be cut over {axis}={parts}: expected a multiple")

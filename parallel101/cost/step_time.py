@@ -116,22 +116,26 @@ def step_time(
 
     Raises ValueError if the layout has more GPUs than the cluster, or if the sizes don't divide.
     """
-    check(shape, layout, cluster)
+    if layout.gpus > cluster.gpus:
+        raise ValueError(
+            f"the layout has {layout.gpus} GPUs, the cluster {cluster.gpus}: expected at most as "
+            "many"
+        )
     of_model = seconds_of_parts(shape, of_a_layer(layout), cluster, software)
     P, M = layout.pp, layout.microbatches
     # a rank has the global stages rank, rank + P, rank + 2P …
     layers = stage_layers(shape.layers, P * layout.chunks)
-    stages = [(sum(layers[rank::P]), rank == 0, rank == P - 1) for rank in range(P)]
     kinds: dict[tuple[int, bool, bool], RankSeconds] = {}  # most ranks are alike
-    for stage in stages:
+    ranks = []
+    for rank in range(P):
+        stage = sum(layers[rank::P]), rank == 0, rank == P - 1
         if stage not in kinds:
-            of = RankWork(shape, layout, stage, cluster, software)
-            one = together(*of_model, *stage)
+            of, one = RankWork(shape, layout, stage, cluster, software), together(*of_model, *stage)
             forward, backward = map(sum, one)
             added, moved = accumulation_seconds(of)
             waits = gradient_seconds(of, forward, backward + moved)
             kinds[stage] = RankSeconds(of, one, forward + backward, added, moved, waits)
-    ranks = [kinds[stage] for stage in stages]
+        ranks.append(kinds[stage])
     slowest = max(ranks, key=lambda rank: rank.seconds)
     of_rank = [rank.seconds for rank in ranks]
     busy = slowest.one[0].plus(slowest.one[1])
@@ -146,23 +150,6 @@ def step_time(
     parts["bubble"] = bubble_seconds(layout, others, slowest.one) + moved_elsewhere
     parts["optimizer"] = optimizer_seconds(slowest.of)
     return StepTime(shape, layout, cluster, parts)
-
-
-def check(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> None:
-    """Raise ValueError if this model can't have this layout on this cluster."""
-    if layout.gpus > cluster.gpus:
-        raise ValueError(
-            f"the layout has {layout.gpus} GPUs, the cluster {cluster.gpus}: expected at most as "
-            "many"
-        )
-    for name, size, axis in (
-        ("heads", shape.heads, "tp"),
-        ("kv_heads", shape.kv, "tp"),
-        ("feed_forward", shape.inside, "tp"),
-        ("time", shape.time, "cp"),
-    ):
-        if size % (parts := getattr(layout, axis)):
-            raise ValueError(f"{name}={size} can't be cut over {axis}={parts}: expected a multiple")
 
 
 # the fields of a layout that a layer's seconds depend on

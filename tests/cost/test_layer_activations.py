@@ -101,8 +101,8 @@ def test_the_terms_add_up_to_the_papers_table_2():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"ranks": 3}, "heads=4 can't be cut over 3 ranks: expected a multiple"),
-        ({"ranks": 4, "time": 6, "sequence_parallel": True}, "time=6 can't be cut over 4 ranks"),
+        ({"ranks": 3}, "heads=4 can't be cut over tp=3: expected a multiple"),
+        ({"ranks": 4, "time": 6, "sequence_parallel": True}, "time=6 can't be cut over tp=4"),
         ({"recompute": "some"}, "recompute='some': expected 'none' or 'selective' or 'full'"),
         ({"batch": 0}, "batch=0: expected a whole number, 1 or more"),
     ],

@@ -163,6 +163,8 @@ def test_programs_differ():
 WRONG = [
     ({}, {"tp": 3}, "heads=32 can't be cut over tp=3"),
     ({}, {"cp": 3}, "time=2048 can't be cut over cp=3"),
+    ({}, {"ep": 2}, "experts=0 can't be cut over ep=2"),
+    ({"experts": 6}, {"ep": 4}, "experts=6 can't be cut over ep=4"),
     ({}, {"dp": 8192}, "8192 GPUs, the cluster 4096"),
     ({}, {"dp": 0}, "dp=0"),
     ({}, {"chunks": 2}, "without a pipeline"),

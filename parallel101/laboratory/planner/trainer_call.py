@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel101 import models
 from parallel101.cost.model_shape import ModelShape
-from parallel101.cost.parallel_layout import ParallelLayout, entries_of_stages
+from parallel101.cost.parallel_layout import ParallelLayout, stage_layers
 
 # the axes of a mesh: GPUs are numbered with the last one fastest
 MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
@@ -64,8 +64,10 @@ def trainer_options(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]
     if layout.pp > 1:
         options["schedule"] = "interleaved" if layout.chunks > 1 else layout.schedule
         options["microbatches"] = layout.microbatches
-        stages = layout.pp * layout.chunks
-        options["layers_per_stage"] = list(entries_of_stages(shape.layers, stages))
+        entries = list(stage_layers(shape.layers, layout.pp * layout.chunks))
+        entries[0] += 1  # the embedding
+        entries[-1] += 2  # the norm and the head
+        options["layers_per_stage"] = entries
     elif layout.microbatches > 1:
         options["accumulate"] = layout.microbatches
     return options
