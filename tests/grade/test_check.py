@@ -105,7 +105,7 @@ def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
 SAID = {  # a program, what is said about it, and how often
     "syntax": (HEAD + "    return (\n", "SyntaxError", 1),
     "missing": ("", "has no function ring_shift", 1),
-    "exception": (HEAD + "    return x[rank + 99]\n", "IndexError", 3),
+    "exception": (HEAD + "    return x[rank + 99]\n", "IndexError", 2),
     "printed": (
         HEAD.replace("def", "print('loaded')\ndef") + "    return 1 / 0\n",
         "[rank 0] loaded",

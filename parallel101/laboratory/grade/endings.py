@@ -27,46 +27,41 @@ class Ending(NamedTuple):
 
     Attributes:
         reason: a word or two for the table of a class.
-        short: a text for the learner.
-        more: what follows it where there is room; None: OTHER is said in its place.
+        text: for the learner.
         ends_all: each other run would end so too.
     """
 
     reason: str
-    short: str
-    more: str | None = None
+    text: str = "{where}: {what}{missing}"
     ends_all: bool = False
 
 
-OTHER = "{where}: {what}{missing}"
 ENDINGS = {
-    "raised": Ending("{kind}", "rank {rank} raised {kind}", ", {where}{at}\n  {kind}: {what}"),
-    "not loaded": Ending("{kind}", "the file can't be loaded", "{at}\n  {kind}: {what}", True),
-    "not written": Ending("not written", "{function} is not written yet", "", True),
+    "raised": Ending("{kind}", "rank {rank} raised {kind}, {where}{at}\n  {kind}: {what}"),
+    "not loaded": Ending("{kind}", "the file can't be loaded{at}\n  {kind}: {what}", True),
+    "not written": Ending("not written", "{function} is not written yet", True),
     "not allowed": Ending(
         "wrong call",
-        "rank {rank} called {what}, which is not allowed here",
-        ", at {place}. This exercise allows {allowed} only (and isend, irecv, batch_isend_irecv)",
+        "rank {rank} called {what}, which is not allowed here{at}. This exercise allows {allowed} "
+        "only (and isend, irecv, batch_isend_irecv)",
         True,
     ),
-    "time": Ending(
-        "time", "rank {rank} was still running after {seconds:g} s", ", {where}, at {place}", True
-    ),
+    "time": Ending("time", "rank {rank} was still running after {seconds:g} s, {where}{at}", True),
     "died": Ending(
         "exit",
-        "rank {rank} ended without a result",
-        ", {where}{why}. Did the code call exit, or ask for too much memory?",
+        "rank {rank} ended without a result, {where}{why}. Did the code call exit, or ask for too "
+        "much memory?",
     ),
-    "not run": Ending("time", "it was not run"),
+    "not run": Ending("time"),
     "printed": Ending(
         "printed too much",
-        f"rank {{rank}} printed more than {MOST_PRINTED >> 20} MiB",
-        ", {where}. Remove the print, or print less",
+        f"rank {{rank}} printed more than {MOST_PRINTED >> 20} MiB, {{where}}. Remove the print, "
+        "or print less",
         True,
     ),
-    "deadlock": Ending("deadlock", "deadlock, so the run did not end"),
-    "misuse": Ending("wrong call", "a wrong call ended the run"),
-    "failed": Ending("wrong call", "the run ended early"),
+    "deadlock": Ending("deadlock"),
+    "misuse": Ending("wrong call"),
+    "failed": Ending("wrong call"),
 }
 
 
@@ -107,37 +102,17 @@ def ends_all(error: BaseException | None) -> bool:
     return error is not None and ENDINGS[how_it_ended(error)].ends_all
 
 
-def in_short(exercise: Exercise, trial: Trial) -> str:
-    """Return `trial.error`, which is not None, in a few words. `explain_error` says the rest."""
-    how = how_it_ended(trial.error)
-    what = _filled(exercise, trial, ENDINGS[how].short)
-    return what if how in ("not loaded", "not written") else f"{trial.case.label}: {what}"
-
-
 def explain_error(exercise: Exercise, trial: Trial) -> str:
     """Return the text for `trial.error`, which is not None."""
-    ending = ENDINGS[how_it_ended(trial.error)]
-    text = OTHER if ending.more is None else ending.short + ending.more
-    return _filled(exercise, trial, text)
-
-
-def reason_of(trial: Trial) -> str:
-    """Return in a word or two why the run ended."""
-    kind = getattr(trial.error, "kind", "")
-    return ENDINGS[how_it_ended(trial.error)].reason.format(kind=REASONS.get(kind, kind))
-
-
-def _filled(exercise: Exercise, trial: Trial, text: str) -> str:
     error, what = trial.error, str(trial.error)
     kind, where = getattr(error, "kind", ""), getattr(error, "where", "?")
     if kind and len(what) > MOST_SAID:
         what = f"{what[:MOST_SAID]} …"
     rest = "\n  every rank must call the same collectives, in the same order"
-    return text.format(
+    return ENDINGS[how_it_ended(error)].text.format(
         rank=getattr(error, "rank", None),
         seconds=trial.case.seconds,
         where=f"with {trial.case.label}",
-        place=shown(where),
         at=f", at {shown(where)}" if where != "?" else "",
         kind=kind,
         what=what,
@@ -146,3 +121,9 @@ def _filled(exercise: Exercise, trial: Trial, text: str) -> str:
         function=exercise.function,
         allowed=", ".join(sorted(exercise.allowed)),
     )
+
+
+def reason_of(trial: Trial) -> str:
+    """Return in a word or two why the run ended."""
+    kind = getattr(trial.error, "kind", "")
+    return ENDINGS[how_it_ended(trial.error)].reason.format(kind=REASONS.get(kind, kind))

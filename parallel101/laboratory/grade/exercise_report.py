@@ -293,7 +293,8 @@ STYLE = """<style>
   font-variant-numeric: tabular-nums }
 .p101g-row { display: flex; gap: 14px; margin: 4px 0; white-space: pre-line }
 .p101g-row > div { flex: 1 }
-.p101g-row > b:not(:empty) { min-width: 84px }
+.p101g-row > b { min-width: 84px }
+.p101g-row > b:empty { display: none }
 .p101g-row > span { white-space: nowrap }
 .p101g-row strong { font-weight: 400 }
 .p101g-head { font-size: 18px }
