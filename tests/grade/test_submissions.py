@@ -337,9 +337,7 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
     folder, results = handed_in(tmp_path / "all", content), tmp_path / "results"
     paths = submissions_in(folder, homework)
     graded = grade_class(paths, homework, results, seed="s", progress=False)
-    assert [result["student"] for result in graded] == ["alice", "bob", "carol"]
     assert [result["points"] for result in graded] == [4, 0, 0]
-    assert "2 of 3 learners: everyone sends first (exercise 2)" in class_table(graded)
     stamps = {file.name: file.stat().st_mtime_ns for file in results.iterdir()}
     (folder / "bob.py").write_text(HEAD + RIGHT)
     graded = grade_class(paths, homework, results, seed="s", jobs=2, progress=False)
@@ -353,7 +351,9 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
     assert again["hash"] == empty_result(paths[0], homework, PUBLIC_SEED)["hash"]
     alice = (tmp_path / "class.csv").read_text().splitlines()[1]
     assert alice == "alice,4.0,8,4.0,,,0.0,deadlock,everyone sends first"
-    assert "3 submissions, 2.7 of 8 points on average" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 submissions, 2.7 of 8 points on average" in said
+    assert "1 of 3 learners: everyone sends first (exercise 2)" in said
 
 
 def program(folder: Path, code: str, **options) -> subprocess.Popen:
@@ -365,7 +365,7 @@ def program(folder: Path, code: str, **options) -> subprocess.Popen:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
-    stays = "def swap(x):\n    while True: pass\n"
+    stays = "import time\ndef swap(x): time.sleep(60)\n"
     folder = handed_in(tmp_path / "all", {f"{n}/hw9.py": stays for n in range(9)})
     code = f"""if __name__ == "__main__":
     from pathlib import Path

@@ -26,7 +26,7 @@ from parallel101.laboratory.exercises.training_exercises import (
     measured,
     scale,
 )
-from parallel101.laboratory.grade.compared_values import close, weights
+from parallel101.laboratory.grade.compared_values import close, difference, weights
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
@@ -120,28 +120,17 @@ def gradients_equal() -> Check:
     return with_its_share(check)
 
 
-def clipped_as_expected(trial: Trial, rank: int) -> bool:
-    found, expected = trial.results[rank]["gradients"], trial.case.expected[rank]["gradients"]
-    return len(found) == len(expected) and all(
-        close(mine[name], value, 1e-5)
-        for mine, theirs in zip(found, expected)
-        for name, value in theirs.items()
-    )
-
-
 def wrong_norm(trial: Trial) -> str | None:
     """Return what is wrong with the norms, or with the gradients that they clip; else None.
 
     Five digits count: torch's clipping adds 1e-6.
     """
-    for rank, norms in enumerate(measured(trial, "norms")):
-        expected = trial.case.expected[rank]["norms"]
-        if not isinstance(norms, list) or len(norms) != len(expected):
-            return f"rank {rank} returned no list of {len(expected)} norms"
-        for step, (found, right) in enumerate(zip(norms, expected), start=1):
-            if not math.isclose(found, right, rel_tol=1e-5):
-                return f"at step {step}, rank {rank}'s norm is {found:.6g}; expected {right:.6g}"
-        if trial.case.facts["clips"] and not clipped_as_expected(trial, rank):
+    for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected)):
+        if (what := difference(found["norms"], expected["norms"])) is not None:
+            return f"rank {rank}'s norms, one for each step: {what}"
+        steps = zip(found["gradients"], expected["gradients"], strict=True)
+        pairs = [(mine[name], right) for mine, theirs in steps for name, right in theirs.items()]
+        if trial.case.facts["clips"] and not all(close(*pair, 1e-5) for pair in pairs):
             return f"rank {rank}'s gradients were clipped by another factor, or not at all"
     return None
 
@@ -281,12 +270,6 @@ def cut_is_right(trial: Trial, rank: int) -> bool:
     return alike(first_step(trial, rank), {name: expected[name] for name in CUT})
 
 
-def partial_not_summed(trials: Sequence[Trial]) -> bool:
-    return sums_over(trials, "norm.weight", ("dp", "cp"), 2) and all_show(
-        on_ranks(free(trials, 2)), cut_is_right
-    )
-
-
 def partial_averaged(trial: Trial, rank: int) -> bool:
     tp = trial.case.facts["sizes"]["tp"]
     return cut_is_right(trial, rank) and is_times(trial, rank, 1 / tp, PARTIAL)
@@ -300,11 +283,8 @@ def tokens(trial: Trial) -> list[list[float]]:
 def share_along_tp(trial: Trial) -> bool:
     """Return whether ranks along tp computed with other samples, or another part of the time."""
     seen = tokens(trial)
-    return any(
-        seen[rank] != seen[other]
-        for rank in range(trial.world_size)
-        for other in sharing(trial, rank, ("tp",))
-    )
+    first = [min(sharing(trial, rank, ("tp",))) for rank in range(trial.world_size)]
+    return any(seen[rank] != seen[other] for rank, other in enumerate(first))
 
 
 def whole_batch(trial: Trial) -> bool:
@@ -428,7 +408,10 @@ MISCONCEPTIONS = (  # in the order in which they are tried
         "partial gradients not summed",
         "The layer norm's gradients are not added up along tp. Each rank along tp used these "
         "weights for its own part of the time, so its copies now drift apart.",
-        partial_not_summed,
+        lambda trials: (
+            sums_over(trials, "norm.weight", ("dp", "cp"), 2)
+            and all_show(on_ranks(free(trials, 2)), cut_is_right)
+        ),
     ),
     Misconception(
         "partial gradients averaged",

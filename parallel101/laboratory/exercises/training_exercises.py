@@ -85,22 +85,14 @@ def equals_one_process() -> Check:
                 return (
                     f"rank {rank} called optimizer.step() {len(steps)} times; expected {len(most)}"
                 )
-            began = (
-                f"rank {rank} began with other weights than rank 0 was given"
-                if rank
-                else "rank 0 did not begin with its own weights"
-            )
             for says, mine, theirs in (
-                (f"{began}: {{}}", found["start"], expected["start"] if most else {}),
-                *(
-                    (f"at step {step}, rank {rank}'s gradient of {{}}", *pair)
-                    for step, pair in enumerate(zip(steps, most), start=1)
-                ),
-                (f"rank {rank}'s {{}} at the end", found["weights"], expected["weights"]),
+                ("weights at the start, which must be rank 0's", found["start"], expected["start"]),
+                *((f"gradients at step {i}", *two) for i, two in enumerate(zip(steps, most), 1)),
+                ("weights at the end", found["weights"], expected["weights"]),
             ):
-                for name, right in theirs.items():
-                    if (what := difference(mine.get(name), right)) is not None:
-                        return f"{says.format(name)}: {what}"
+                mine = {name: mine.get(name) for name in theirs}
+                if (what := difference(mine, theirs)) is not None:
+                    return f"rank {rank}'s {says}: {what}"
         return None
 
     return Check("value", "every step equals one process with the whole batch", wrong)
