@@ -147,6 +147,14 @@ def test_it_is_found_and_read(homework, tmp_path, content):
     assert result["exercises"][0]["points"] == 4, result["exercises"][0]
 
 
+def test_a_mistake_in_a_file_beside_it_has_its_name_and_line(homework, tmp_path):
+    helper = HEAD + RIGHT.replace("return y", "return y[9]") + FIRST
+    content = {"hw9.py": "from helper import swap, swap_again\n", "helper.py": helper}
+    result = grade_submission(handed_in(tmp_path / "bob", content), homework, "a seed")
+    first, second = (entry["problem"] for entry in result["exercises"])
+    assert ", at helper.py:7" in first and "at helper.py:11" in second, first + second
+
+
 def test_a_file_that_never_ends_loading_is_tried_once(homework, tmp_path, monkeypatch):
     case = homework.exercises[0].cases(Draw("a seed"))[0]
     once = replace(case, seconds=0.5)

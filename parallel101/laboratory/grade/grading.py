@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from typing import Any
 
 from parallel101.laboratory.grade.endings import LOADING, GradedRunFailed, ends_all
 from parallel101.laboratory.grade.exercise import (
@@ -19,7 +21,6 @@ from parallel101.laboratory.grade.exercise import (
     Check,
     Draw,
     Exercise,
-    Misconception,
     Trial,
 )
 from parallel101.laboratory.grade.exercise_checks import never_waited, tolerated, too_few_bytes
@@ -94,7 +95,9 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
             message = message or "counts only with the right value"
         shown = shown or trial
         out_of = exercise.points * share(exercise, check)
-        points = out_of * (part_of(check, trials) if message and counts else not message)
+        # a failed check earns a part of its points at most
+        part = min(max(_tried(check.part, trials) or 0.0, 0.0), 0.99)
+        points = out_of * (part if message and counts else not message)
         note = plain(message or tolerated(check, trials))
         findings.append(Finding(check.kind, check.says, not message, points, out_of, note))
     shown = shown or (trials[-1] if trials else None)
@@ -102,7 +105,7 @@ def judge(exercise: Exercise, trials: Sequence[Trial]) -> ExerciseVerdict:
     # one rank alone tells little: most mistakes look the same there
     alone = bool(early) and all(trial.world_size == 1 for trial in trials)
     if not (verdict.passed or verdict.not_written or alone):
-        named = (m for m in exercise.misconceptions if _seen(m, trials))
+        named = (m for m in exercise.misconceptions if _tried(m.seen, trials))
         verdict.misconception = next(named, None)
     return verdict
 
@@ -124,19 +127,11 @@ def _wrong(exercise: Exercise, check: Check, trial: Trial) -> str:
     return f"{trial.case.label}: {what}" if what else ""
 
 
-def part_of(check: Check, trials: Sequence[Trial]) -> float:
-    """Return the part of its points that a failed check earns: from 0 to 0.99."""
-    try:
-        return min(max(check.part(trials), 0.0), 0.99)
-    except Exception:  # what a rank returns may be anything
-        return 0.0
-
-
-def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
-    try:
-        return misconception.seen(trials)
-    except Exception:  # what a rank returns may be anything
-        return False
+def _tried(judge: Callable[[Sequence[Trial]], Any], trials: Sequence[Trial]) -> Any:
+    """Return what a rule says of the trials; None if it can't: a rank may return anything."""
+    with suppress(Exception):
+        return judge(trials)
+    return None
 
 
 def share(exercise: Exercise, check: Check) -> float:

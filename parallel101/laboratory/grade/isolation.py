@@ -44,8 +44,6 @@ The rank that does all this is rank.py.
 from __future__ import annotations
 
 import ctypes
-import importlib.abc
-import importlib.machinery
 import os
 import site
 import socket
@@ -54,7 +52,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -65,7 +62,6 @@ import psutil
 import torch
 
 from parallel101.laboratory import PACKAGE
-from parallel101.laboratory.grade.exercise import module_of
 from parallel101.laboratory.record import torch_private
 
 OWN_FILES = os.path.realpath(PACKAGE)
@@ -187,39 +183,21 @@ def isolate(job: dict[str, Any]) -> str:
     return library
 
 
-class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the files that were handed in beside the learner's file.
-
-    They come with the job, so no folder need be readable here. As for any program, they come before
-    other modules of the same name.
-    """
-
-    def __init__(self, files: dict[str, str]):
-        self.files = files
-
-    def find_spec(
-        self, name: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name in self.files else None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        name = module.__name__
-        module.__dict__.update(module_of(f"{name}.py", self.files[name], name).__dict__)
-
-
 def close(job: dict[str, Any], library: str) -> None:
     """Take the package from this process, for good, and other files if the machine allows it.
 
     `import parallel101` raises ImportError, since the learner writes what it would offer, and so
     does importing files of the grader's folders. What was handed in beside the learner's file can
-    be imported. No thread can be started: the calls of several would reach the grader in an order
-    that changes from run to run, and so would the steps.
+    be imported from the scratch folder. No thread can be started: the calls of several would reach
+    the grader in an order that changes from run to run, and so would the steps.
     """
     libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), library)
     sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "parallel101"]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Imports(job["files"]))
+    sys.path.insert(0, job["scratch"])
+    for name, source in job["files"].items():
+        Path(job["scratch"], f"{name}.py").write_text(source, encoding="utf-8")
     inside = os.path.join(OWN_FILES, "")
 
     def refuse(event: str, arguments: tuple) -> None:

@@ -157,7 +157,7 @@ class Connection:
         self.sock, self.rank = sock, job["rank"]
         self.world_size = 0  # of the present case
         self.path = job["path"]  # the learner's file
-        self.files = [f"{name}.py" for name in job["files"]]  # that it may import
+        self.folder = os.path.join(job["scratch"], "")  # with the files that it may import
         self.program = job["exercise_path"]  # the file with the exercise's program
         self.calls = 0
         self.spans = 0
@@ -165,7 +165,8 @@ class Connection:
 
     def send(self, kind: str, **content: Any) -> None:
         """Tell the grader of something, and where the learner's code does it."""
-        frames.send(self.sock, kind, **{"where": caller(), **content})
+        where = caller().removeprefix(self.folder)
+        frames.send(self.sock, kind, **{"where": where, **content})
 
     def post(self, method: str, group: str, given: Sequence[Any], **options: Any) -> int:
         """Tell the grader of a call of a process group's method. Returns the call's number.
@@ -202,19 +203,19 @@ class Connection:
     def fail(self, error: BaseException) -> None:
         """Tell the grader of an exception that the learner's code raised."""
         calls = traceback.extract_tb(error.__traceback__)
-        own = [call for call in calls if call.filename in (self.path, *self.files)]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "?"
+        own = [c for c in calls if c.filename == self.path or c.filename.startswith(self.folder)]
+        places = [f"{c.filename.removeprefix(self.folder)}:{c.lineno}" for c in own]
         if isinstance(error, SyntaxError) and error.filename:
-            place = f"{error.filename}:{error.lineno}"
+            places.append(f"{error.filename.removeprefix(self.folder)}:{error.lineno}")
         # torch raises it too, for an operation that a dtype or a device does not have
         by_learner = bool(calls) and calls[-1].filename == self.path
         self.send(
             "failed",
             type=type(error).__name__,
             message=str(error)[:2000],
-            where=place,
+            where=places[-1] if places else "?",
             # the message names the last one
-            calls=[f"{c.filename}:{c.lineno} in {c.name}: {c.line}" for c in own[:-1][-5:]],
+            calls=[f"{p} in {c.name}: {c.line}" for p, c in zip(places, own[:-1])][-5:],
             not_written=isinstance(error, NotImplementedError) and by_learner,
         )
 

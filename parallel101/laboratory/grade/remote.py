@@ -124,7 +124,9 @@ class RemoteRank:
                 if not (piece := os.read(self.process.status.fileno(), 1 << 16)):
                     break
                 text, seconds = text + piece, 0.1
-        calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text.decode(errors="replace"))
+        folder = self.output.name.removesuffix(".txt")
+        said = text.decode(errors="replace").replace(f"{folder}/", "")
+        calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', said)
         own = [call for call in calls if not lines.is_inside(call[0])]
         # the files of a submission have no folder: see Submission
         loading = any(
