@@ -44,13 +44,16 @@ def browser(tab: Browser) -> Iterator[Browser]:
 
 
 RUNS = [  # of the atlas
-    *(Choice("all_reduce", "ring", *at) for at in ((4, "switch"), (5, "switch"), (8, "switch"))),
-    Choice("all_reduce", "ring", 8, "torus"),
-    *(Choice("all_reduce", "recursive_doubling", ranks, "switch") for ranks in (4, 5, 8, 64)),
-    Choice("all_reduce", "recursive_doubling", 8, "torus"),
-    *(Choice("all_reduce", "torus", 8, network) for network in ("switch", "torus")),
-    *(Choice("broadcast", "flat", *at) for at in ((5, "two_nodes"), (8, "switch"))),
-    *(Choice("all_gather", "bruck", 8, network) for network in ("ring", "switch")),
+    Choice(operation, algorithm, int(ranks), network)
+    for operation, algorithm, *places in (
+        ("all_reduce", "ring", "4 switch", "5 switch", "8 switch", "8 torus"),
+        ("all_reduce", "recursive_doubling", "4 switch", "5 switch", "8 switch", "64 switch"),
+        ("all_reduce", "recursive_doubling", "8 torus"),
+        ("all_reduce", "torus", "8 switch", "8 torus"),
+        ("broadcast", "flat", "5 two_nodes", "8 switch"),
+        ("all_gather", "bruck", "8 ring", "8 switch"),
+    )
+    for ranks, network in map(str.split, places)
 ]
 
 

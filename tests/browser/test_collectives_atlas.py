@@ -51,26 +51,24 @@ def choose(browser: Browser, menu: str, value: str) -> None:
 def recorded_anew(choice: Choice) -> list[str]:
     """The facts of runs of the public function, whose array isn't scaled."""
     operation, algorithm, ranks, network = choice
-    function = getattr(p101, operation)
+    links = {"switch": p101.Network, "ring": p101.Network.ring}
+    links["torus"] = partial(p101.Network.torus, (2, 4))
 
     def program() -> None:
-        x = torch.ones(SMALL // 8 // (ranks if operation == "all_gather" else 1))
-        x = x.double()
+        numbers = SMALL // 8 // (ranks if operation == "all_gather" else 1)
         group = init_device_mesh("cpu", (2, 4)) if algorithm == "torus" else None
-        function(x, algorithm=algorithm, group=group)
+        x = torch.ones(numbers, dtype=torch.float64)
+        getattr(p101, operation)(x, algorithm=algorithm, group=group)
 
     def run(latency: float, bandwidth: float) -> p101.Trace:
-        links = {"switch": p101.Network, "ring": p101.Network.ring}
-        links["torus"] = partial(p101.Network.torus, (2, 4))
-        on = links[network](latency=latency, bandwidth=bandwidth)
-        options = {"backend": "sim", "network": on, "trace": True}
-        return p101.launch(program, world_size=ranks, **options).trace
+        on = {"backend": "sim", "network": links[network](latency=latency, bandwidth=bandwidth)}
+        return p101.launch(program, world_size=ranks, trace=True, **on).trace
 
     times = LARGE // SMALL
     small, large = run(5e-6, 50e9), run(5e-6, 50e9 / times)
-    steps = run(1.0, float("inf")).makespan
     sent = [times * nbytes for nbytes in small.bytes_sent]
     seconds = (human_seconds(trace.makespan) for trace in (large, small))
+    steps = run(1.0, float("inf")).makespan
     return [f"{steps:g}", *seconds, human_bytes(max(sent)), human_bytes(sum(sent))]
 
 
@@ -126,9 +124,10 @@ def test_the_address_carries_the_choice_and_a_missing_file_is_named(browser, atl
     browser.do((MENUS, ["all_reduce", "ring", "torus", "8", "torus"]))
     browser.click("document.querySelector('.algorithms a')")
     is_shown(browser, "ring", "recursive_doubling")
-    browser.js("location.hash = '#operation=all_reduce&algorithm=torus'")
+    hash_ = "location.hash = '#operation=all_reduce&algorithm=%s'"
+    browser.js(hash_ % "torus")
     is_shown(browser, "torus")
-    browser.js("location.hash = '#operation=all_reduce&algorithm=tours'")
+    browser.js(hash_ % "tours")
     browser.until(f"{SAID}.includes('address')")
     browser.do((MENUS, ["all_reduce", "torus", "", "8", "torus"]))
     path = Path(site.removeprefix("file://"), "atlas", "all_gather.bruck.js")

@@ -38,10 +38,8 @@ FIGURE = "[...document.querySelectorAll('figure')].find(figure => figure.dataset
 PLAYER = f"{FIGURE}.querySelector('div').shadowRoot"
 BUTTON = f"{PLAYER}.querySelector('[data-do=play]')"
 EXPLORER = "document.querySelector('.p101-explorer')"
-DARK = (
-    "[...document.querySelectorAll('figure')].map(f => "
-    "f.querySelector('div').shadowRoot.querySelector('.player').matches('.dark'))"
-)
+DARK = """[...document.querySelectorAll('figure')].map(f =>
+    f.querySelector('div').shadowRoot.querySelector('.player').matches('.dark'))"""
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +59,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environ |= {"HOME": str(scratch), "PYTHONPATH": str(ROOT)}
     options = ["--no-browser", "--allow-root", "--ServerApp.port=0"]
     options += [f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"]
-    folder = ["--lessons", str(scratch / "root")]
-    command = [sys.executable, "-m", "parallel101", "lab", *folder, *options]
+    command = [sys.executable, "-m", "parallel101", "lab", "--lessons", str(scratch / "root")]
     streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    server = subprocess.Popen(command, env=environ, **streams)
-    url = re.compile(r"http://(?:localhost|127\.0\.0\.1):(\d+)/lab")
-    port = next((found[1] for line in server.stderr if (found := url.search(line))), None)
-    assert port, "JupyterLab did not start"
-    address = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen([*command, *options], env=environ, **streams)
+    lines = (re.search(r"http://(?:localhost|127\.0\.0\.1):\d+", line) for line in server.stderr)
+    address = next((found[0] for found in lines if found), None)
+    assert address, "JupyterLab did not start"
     drain = threading.Thread(target=server.stderr.read, daemon=True)
     drain.start()
     yield address
@@ -119,13 +115,13 @@ def test_a_lesson_runs_plays_and_runs_again(name, opened):
     execute(notebook, "notebook:run-all-cells")
     settings = "JSON.parse(document.querySelector('#jupyter-config-data').textContent)"
     assert notebook.js(f"{settings}.news.disabled"), "no question about news"
-    cells = notebook.js(f"[...{NOTEBOOK}.model.cells].map(cell => cell.toJSON())")
     bundles = []
-    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
-        failed = [output["ename"] for output in cell["outputs"] if output["output_type"] == "error"]
-        may_fail = "raises-exception" in cell["metadata"].get("tags", [])
-        assert cell["execution_count"] and bool(failed) == may_fail, (cell["id"], failed)
-        bundles += [output["data"] for output in cell["outputs"] if "data" in output]
+    for cell in notebook.js(f"[...{NOTEBOOK}.model.cells].map(cell => cell.toJSON())"):
+        if cell["cell_type"] == "code":
+            failed = [out["ename"] for out in cell["outputs"] if out["output_type"] == "error"]
+            may_fail = "raises-exception" in cell["metadata"].get("tags", [])
+            assert cell["execution_count"] and bool(failed) == may_fail, (cell["id"], failed)
+            bundles += [output["data"] for output in cell["outputs"] if "data" in output]
     shown = str([bundle for bundle in bundles if WIDGET not in bundle])
     pictures = "document.querySelectorAll('figure:not(.p101-explorer figure)').length"
     assert notebook.js(pictures) == shown.count("<figure"), "each picture is in its cell"

@@ -34,7 +34,6 @@ from parallel101.laboratory.publish.tools.memory_page import (
     memory_page,
 )
 from parallel101.laboratory.record.units import decimal_bytes
-from tests.browser.browser import Browser
 
 pytestmark = pytest.mark.browser
 
@@ -43,29 +42,19 @@ NUMBERS = (*PARTS, "total")
 
 
 SHAPES = {  # fields of a model, some of which don't fit each other
-    "width": [768, 1560, 4096, 8320, 8321],
-    "layers": [1, 2, 6, 22, 24, 30, 61, 96],
-    "heads": [1, 4, 6, 12, 32, 64],
-    "vocabulary": [512, 50257, 128256],
-    "time": [1, 333, 1024, 32768, 131072],
-    "kv_heads": [None, None, 1, 4, 8],
-    "feed_forward": [None, None, 1408, 14336],
-    **{name: [True, False] for name in ("gated", "biases", "tied", "dropout")},
-    "norm": ["layer", "rms"],
-    "positions": ["learned", "rotary"],
-    "attention": ["fused", "unfused"],
-    "experts": [0, 1, 8, 64],
-    "top_k": [1, 2, 9],
-}
+    "width": [768, 1560, 4096, 8320, 8321], "layers": [1, 2, 6, 22, 24, 30, 61, 96],
+    "heads": [1, 4, 6, 12, 32, 64], "vocabulary": [512, 50257, 128256],
+    "time": [1, 333, 1024, 32768, 131072], "kv_heads": [None, None, 1, 4, 8],
+    "feed_forward": [None, None, 1408, 14336], "norm": ["layer", "rms"],
+    "positions": ["learned", "rotary"], "attention": ["fused", "unfused"],
+    "experts": [0, 1, 8, 64], "top_k": [1, 2, 9],
+    **{key: [True, False] for key in ("gated", "biases", "tied", "dropout")},
+}  # fmt: skip
 LAYOUTS = {  # of a layout
-    **{name: [1, 2, 3, 4, 8] for name in ("dp", "tp", "cp", "ep")},
-    "pp": [2, 3, 4, 8, 16],
-    **CHOICES,
-    "optimizer": [*AVERAGES],
-    "chunks": [1, 2, 3],
-    "microbatch": [1, 2, 5, 16, 0],
+    **{key: [1, 2, 3, 4, 8] for key in ("dp", "tp", "cp", "ep")}, "pp": [2, 3, 4, 8, 16],
+    **CHOICES, "optimizer": [*AVERAGES], "chunks": [1, 2, 3], "microbatch": [1, 2, 5, 16, 0],
     "microbatches": [2, 4, 7, 16, 32],
-}
+}  # fmt: skip
 
 
 def some_shape(draw: random.Random) -> dict:
@@ -96,28 +85,23 @@ def test_bytes_and_refusals_are_pythons(browser):
     given = [(shape, some_layout(draw)) for shape in shapes]
     ours = [reason(*pair) for pair in given]
     browser.js(RULES)
-    theirs = browser.js(f"(given = {json.dumps(given)}).map(pair => memoryRules.whyNot(...pair))")
+    theirs = browser.js(f"{json.dumps(given)}.map(pair => memoryRules.whyNot(...pair))")
     assert [x for x in zip(given, theirs, ours, strict=True) if x[1] != x[2]] == []
     kinds = Counter(" ".join(text.replace("a ", "").split()[:2]) for text in ours)
     assert kinds[""] > MANY / 5 and len(kinds) > 18, kinds
 
     possible = [pair for pair, text in zip(given, ours, strict=True) if not text]
-    found = browser.js(
-        f"given.filter((_, k) => {json.dumps([not text for text in ours])}[k]).map(([s, l]) => "
-        "[memoryRules.stepMemory(s, l), memoryRules.parameters(s),"
-        " memoryRules.hardwareFlops(s, 24, l.recompute)])"
-    )
+    found = browser.js(f"""{json.dumps(possible)}.map(([s, l]) => [memoryRules.stepMemory(s, l),
+        memoryRules.parameters(s), memoryRules.hardwareFlops(s, 24, l.recompute)])""")
     moments: Counter[str] = Counter()
     for (shape, layout), (stages, parameters, flops) in zip(possible, found, strict=True):
         of = ModelShape(**shape)
-        expected = step_memory(of, ParallelLayout(**layout))
-        for mine, stage in zip(stages, expected, strict=True):
-            assert mine["moment"] == stage.moment
-            numbers = [getattr(stage, name) for name in NUMBERS]
+        for own, stage in zip(stages, step_memory(of, ParallelLayout(**layout)), strict=True):
+            assert own["moment"] == stage.moment
             # buffers are the rest of `total`, so that their rounding is its
-            assert [mine[name] for name in NUMBERS] == pytest.approx(
-                numbers, rel=1e-9, abs=1e-12 * stage.total
-            )
+            near = {"rel": 1e-9, "abs": 1e-12 * stage.total}
+            numbers = [getattr(stage, name) for name in NUMBERS]
+            assert [own[name] for name in NUMBERS] == pytest.approx(numbers, **near)
             moments[stage.moment] += 1
         assert parameters == of.parameters
         assert flops == pytest.approx(hardware_flops(of, 24, layout["recompute"]), rel=1e-12)
@@ -129,15 +113,9 @@ def test_bytes_and_refusals_are_pythons(browser):
 
 def too_large(draw: random.Random) -> tuple[ModelShape, ParallelLayout]:
     """A published model in a layout that doesn't fit on an H100."""
-    choices = {
-        "dp": [1, 2, 4, 8, 16, 32],
-        "tp": [1, 2, 4, 8],
-        "pp": [1, 1, 2, 4, 8, 16],
-        "microbatch": [1, 2, 4],
-        "microbatches": [1, 4, 8, 32],
-        "zero_stage": [0, 0, 1, 2],
-        "recompute": ["none", "none", "full"],
-    }
+    choices = {"dp": [1, 2, 4, 8, 16, 32], "tp": [1, 2, 4, 8], "pp": [1, 1, 2, 4, 8, 16],
+               "microbatch": [1, 2, 4], "microbatches": [1, 4, 8, 32], "zero_stage": [0, 0, 1, 2],
+               "recompute": ["none", "none", "full"]}  # fmt: skip
     while True:
         shape = draw.choice([*KNOWN_MODELS.values()])
         layout = ParallelLayout(**{name: draw.choice(values) for name, values in choices.items()})
@@ -191,11 +169,6 @@ def field(name: str) -> str:
     return f"document.querySelector('#{name}')"
 
 
-def choose(browser: Browser, **values: object) -> None:
-    for name, value in values.items():
-        browser.choose(field(name), value)
-
-
 def cells(stages) -> list[list[str]]:
     return [[decimal_bytes(getattr(stage, name)) for name in NUMBERS] for stage in stages]
 
@@ -226,10 +199,8 @@ def test_copied_code_prints_the_pages_numbers(browser, page, capsys):
         seen += 1
         state = {"model": shape["name"] or "own", "gpu": draw.choice([*GPUS])}
         state = json.dumps(state | {"shape": shape, "layout": layout})
-        browser.js(
-            f"({field('copied')}.textContent = '', Object.assign(state, {state}), changed = true, "
-            f"show(), {field('copy-python')}.click())"
-        )
+        browser.js(f"""({field("copied")}.textContent = '', Object.assign(state, {state}),
+            changed = true, show(), {field("copy-python")}.click())""")
         browser.until(f"{field('copied')}.textContent === 'Copied the Python.'")
         names: dict = {}
         exec(browser.js("document.querySelector('.python').textContent"), names)
@@ -248,30 +219,31 @@ def test_copied_code_prints_the_pages_numbers(browser, page, capsys):
 
 def test_fields_change_the_answer(browser, page):
     browser.view(page)
-    browser.do((f'{VERDICT}.startsWith("It doesn\'t fit.")', True))
-    browser.do((f"{MOST}.includes('Optimizer state takes the most')", True))
     layout = {"dp": 4, "tp": 8, "pp": 4, "microbatches": 32, "zero_stage": 1}
     layout |= {"sequence_parallel": True}
-    choose(browser, model="llama-3-70b", **layout)
-    numbers = f"{TABLE}.map(row => row.slice(1))"
-    for optimizer in ("adamw", "sgd"):
-        choose(browser, optimizer=optimizer)
+
+    def rows(optimizer: str) -> list[list[str]]:
         of = ParallelLayout(**layout, optimizer=optimizer)
-        browser.do((numbers, cells(step_memory(KNOWN_MODELS["llama-3-70b"], of))))
-    browser.do((f"{VERDICT}.startsWith('It fits.')", True))
-    browser.do((f"{MOST}.includes('4 of 32 microbatches wait for backward')", True))
-    one_gpu = "[state.layout.schedule, state.layout.chunks]"
-    tensors = "Not possible: tp doesn't divide 64 heads."
-    layers = "layers: expected a whole number from 1 to 1,024."
-    for chosen, expression, value in (
+        return cells(step_memory(KNOWN_MODELS["llama-3-70b"], of))
+
+    numbers, one_gpu = f"{TABLE}.map(row => row.slice(1))", "[state.layout.schedule, "
+    waits = f"{MOST}.includes('4 of 32 microbatches wait for backward')"
+    for chosen, expression, value in (  # what a reader chooses, and what is then so
+        ({}, f'{VERDICT}.startsWith("It doesn\'t fit.")', True),
+        ({}, f"{MOST}.includes('Optimizer state takes the most')", True),
+        ({"model": "llama-3-70b", **layout}, numbers, rows("adamw")),
+        ({"optimizer": "sgd"}, numbers, rows("sgd")),
+        ({}, f"{VERDICT}.startsWith('It fits.')", True),
+        ({}, waits, True),
         ({"optimizer": "adamw", "schedule": "interleaved"}, "state.layout.chunks", 2),
-        ({"pp": 1}, one_gpu, ["1f1b", 1]),
-        ({"tp": 3}, VERDICT, tensors),
+        ({"pp": 1}, f"{one_gpu}state.layout.chunks]", ["1f1b", 1]),
+        ({"tp": 3}, VERDICT, "Not possible: tp doesn't divide 64 heads."),
         ({"tp": 1, "width": 4096, "heads": 32}, "state.model + state.shape.width", "own4096"),
-        ({"layers": 5000}, VERDICT, layers),
+        ({"layers": 5000}, VERDICT, "layers: expected a whole number from 1 to 1,024."),
         ({}, "state.shape.layers", 80),
     ):
-        choose(browser, **chosen)
+        for name, of in chosen.items():
+            browser.choose(field(name), of)
         browser.do((expression, value))
 
 
@@ -290,8 +262,8 @@ def test_what_is_listed_as_a_change_and_what_would_fit_besides_fits(browser, pag
     browser.until(f"{VERDICT}.startsWith('It doesn')")
     browser.view(f"{page}#model=llama-3-8b&gpu=H200&dp=8&zero_stage=3&recompute=full")
     note = browser.js(f"{field('changes-note')}.textContent")
-    shape, layout = KNOWN_MODELS["llama-3-8b"], ParallelLayout(dp=8, zero_stage=3)
-    layout = replace(layout, recompute="full")
+    layout = ParallelLayout(dp=8, zero_stage=3, recompute="full")
+    shape = KNOWN_MODELS["llama-3-8b"]
     samples = int(note.split("microbatches of ")[1].split()[0])
     tokens = int(note.split("or samples of ")[1].split()[0].replace(",", ""))
     for times, fits in ((1, True), (2, False)):

@@ -39,10 +39,8 @@ def opened(browser, page):
 
 def seen(text: str) -> str:
     """Whether an element with this text is laid out, wherever it is on the page."""
-    return (
-        "[...document.querySelectorAll('p, h1, h2')].some(e => "
-        f"e.textContent.includes({text!r}) && e.checkVisibility())"
-    )
+    holds = f"e.textContent.includes({text!r}) && e.checkVisibility()"
+    return f"[...document.querySelectorAll('p, h1, h2')].some(e => {holds})"
 
 
 def write_and_come_back(browser: Browser, field: str, text: str) -> None:
@@ -64,10 +62,10 @@ def test_the_index_leads_to_its_sections_and_keeps_the_dates_of_a_term(browser, 
         place = f"document.querySelector('#{name.lower()}').getBoundingClientRect()"
         browser.until(f"{place}.top < innerHeight && {place}.bottom > 0")
         browser.js("scrollTo(0, 0)")
-    first = "document.querySelector('input.date')"
-    browser.js(f"{first}.closest('details').open = true")
-    write_and_come_back(browser, first, "Mon 12 October")
-    browser.do(("[...document.querySelectorAll('input.date')].filter(f => f.value).length", 1))
+    dates = "[...document.querySelectorAll('input.date')]"
+    browser.js(f"{dates}[0].closest('details').open = true")
+    write_and_come_back(browser, f"{dates}[0]", "Mon 12 October")
+    browser.do((f"{dates}.filter(f => f.value).length", 1))
 
 
 @pytest.mark.parametrize("width", [1280, 1600])
@@ -165,11 +163,9 @@ def test_on_paper_a_handout_has_no_answers_and_an_animation_is_a_storyboard(brow
     browser.js(f"{ANSWER}.open = true")
     browser.emulate("print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
-    steps, moments, captions = browser.js(
-        f"(r => [r.querySelectorAll('.tick').length, "
-        "[...r.querySelectorAll('.frame svg')].map(s => s.getCurrentTime()), "
-        f"[...r.querySelectorAll('.frame')].map(f => f.lastChild.textContent)])({ROOT})"
-    )
+    steps, moments, captions = browser.js(f"""(r => [r.querySelectorAll('.tick').length,
+        [...r.querySelectorAll('.frame svg')].map(s => s.getCurrentTime()),
+        [...r.querySelectorAll('.frame')].map(f => f.lastChild.textContent)])({ROOT})""")
     assert len(captions) == min(steps + 1, 6) and moments == sorted({*moments})
     assert captions[0] == f"1 / {steps}" and captions[-1] == "the end"
     stage = f"{ROOT}.querySelector('.stage').checkVisibility()"
@@ -187,26 +183,25 @@ def test_play_is_in_reach_while_a_picture_is_higher_than_the_window(browser, pag
         assert whole > 400 and 0 < bottom <= 400
 
 
+LAYOUT = "state.layout.dp, state.layout.zero_stage, state.layout.overlap"
+OWN = ModelShape(768, 12, 12, 50257, 1024, tied=True)
+IN_NOTEBOOK = {  # the settings on the page, and their values → how the tool is opened
+    (f"state.model, state.gpu, {LAYOUT}", "llama-3-70b,H200,4,3,false"): (
+        *(explore_memory, "llama-3-70b", "H200", {"dp": 4, "zero_stage": 3, "overlap": False}),
+    ),
+    (
+        *("state.model, state.shape.width, state.shape.tied, state.shape.kv_heads",),
+        "own,768,true,",
+    ): (explore_memory, OWN, {}),
+    ("state.ranks, state.microbatches, state.costs.W, complete()", "2,3,0.5,true"): (
+        *(explore_schedule, "zb-h1", {"stages": 2, "microbatches": 3, "weight_grad": 0.5}),
+    ),
+}
+
+
 def test_a_tool_in_a_notebook_opens_with_its_settings(browser):
-    layout = "state.layout.dp, state.layout.zero_stage, state.layout.overlap"
-    for made, settings, values in (
-        (
-            explore_memory("llama-3-70b", "H200", dp=4, zero_stage=3, overlap=False),
-            f"[state.model, state.gpu, {layout}]",
-            "llama-3-70b,H200,4,3,false",
-        ),
-        (
-            explore_memory(ModelShape(768, 12, 12, 50257, 1024, tied=True)),
-            "[state.model, state.shape.width, state.shape.tied, state.shape.kv_heads]",
-            "own,768,true,",
-        ),
-        (
-            explore_schedule("zb-h1", stages=2, microbatches=3, weight_grad=0.5),
-            "[state.ranks, state.microbatches, state.costs.W, complete()]",
-            "2,3,0.5,true",
-        ),
-    ):
-        frame = BeautifulSoup(made._repr_html_(), "html.parser").iframe
+    for (settings, values), (explore, *given, options) in IN_NOTEBOOK.items():
+        frame = BeautifulSoup(explore(*given, **options)._repr_html_(), "html.parser").iframe
         browser.call("Page.navigate", url=frame["src"])
-        browser.until(f"{settings}.join() === '{values}'")
+        browser.until(f"[{settings}].join() === '{values}'")
         browser.do(("getComputedStyle(document.querySelector('nav')).display", "none"))

@@ -35,24 +35,26 @@ def some_schedule(draw: random.Random) -> Lists:
     that are swapped, moved, left out, repeated or renamed.
     """
     ranks, microbatches = draw.randint(1, 4), draw.randint(1, 4)
+    size = {"stages": ranks, "microbatches": microbatches}
     name = draw.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
-    chunks = draw.randint(1, 2) if name == "interleaved" else 1
-    microbatches *= ranks if name == "interleaved" else 1
-    made = p101.schedule(name, stages=ranks, microbatches=microbatches, chunks=chunks)
+    if name == "interleaved":
+        size = {
+            "stages": ranks,
+            "microbatches": microbatches * ranks,
+            "chunks": draw.choice([1, 2]),
+        }
+    made = p101.schedule(name, **size)
     lists = [[*of_rank] for of_rank in made.actions]
     if draw.random() < 0.5:
         lists = [[*map(str, of_rank)] for of_rank in with_messages(made.ranks, made.placement)]
     of_rank = draw.choice(lists)
-    pairs = range(len(of_rank) - 1)  # sometimes with a message, which can't overlap
-    if draw.random() < 0.2 and pairs:
-        at = draw.choice(pairs)
+    if draw.random() < 0.2 and len(of_rank) > 1:  # sometimes of a message, which can't overlap
+        at = draw.randrange(len(of_rank) - 1)
         of_rank[at : at + 2] = [f"({of_rank[at]};{of_rank[at + 1]})OVERLAP_F_B"]
-    for _ in range(draw.randint(0, 3)):
-        of_rank = draw.choice(lists)
-        if not of_rank:
+    for change in draw.sample(CHANGES, draw.randint(0, 3)):
+        if not (of_rank := draw.choice(lists)):
             continue
         at, other = draw.randrange(len(of_rank)), draw.randrange(len(of_rank))
-        change = draw.choice(CHANGES)
         if change in ("swap", "near"):
             other = max(at - 1, 0) if change == "near" else other
             of_rank[at], of_rank[other] = of_rank[other], of_rank[at]
@@ -62,9 +64,8 @@ def some_schedule(draw: random.Random) -> Lists:
         elif change == "twice":
             of_rank.insert(other, of_rank[at])
         else:
-            action = of_rank.pop(at)
-            if change == "move":
-                draw.choice(lists).append(action)
+            into = draw.choice(lists) if change == "move" else []
+            into.append(of_rank.pop(at))
     return lists
 
 
@@ -92,21 +93,16 @@ def test_the_rules_and_the_times_are_pythons(browser):
     assert min(kinds[word] for word in words) > 10 and ours["nccl"].count("") > 10, kinds
 
     runs = [x for x, text in zip(zip(many, costs, delays), ours["gloo"], strict=True) if not text]
-    times = browser.js(
-        f"{json.dumps(runs)}.map(([lists, [F, I, W], communication]) => {{"
-        "const found = scheduleRules.time(lists, { F, I, W }, communication);"
-        "const slots = found.slots.map(s => [s.rank, s.parts[0].name, s.start, s.end]);"
-        "return { ...found, slots }; })"
-    )
+    times = browser.js(f"""{json.dumps(runs)}.map(([lists, [F, I, W], communication]) => {{
+        const found = scheduleRules.time(lists, {{ F, I, W }}, communication);
+        const slots = found.slots.map(s => [s.rank, s.parts[0].name, s.start, s.end]);
+        return {{ ...found, slots }}; }})""")
     for (lists, cost, delay), found in zip(runs, times, strict=True):
-        expected = p101.Schedule(lists).time(*cost, communication=delay)
-        assert found["makespan"] == expected.makespan
-        assert found["bubbleRate"] == pytest.approx(expected.bubble_rate, abs=1e-12)
-        assert found["peaks"] == expected.peak_activations
-        assert sorted(map(tuple, found["slots"])) == sorted(
-            (slot.rank, str(slot.action.computed()[0]), slot.start, slot.end)
-            for slot in expected.slots
-        )
+        of = p101.Schedule(lists).time(*cost, communication=delay)
+        assert (found["makespan"], found["peaks"]) == (of.makespan, of.peak_activations)
+        assert found["bubbleRate"] == pytest.approx(of.bubble_rate, abs=1e-12)
+        slots = [(s.rank, str(s.action.computed()[0]), s.start, s.end) for s in of.slots]
+        assert sorted(map(tuple, found["slots"])) == sorted(slots)
 
 
 # ---- the page ----
@@ -152,8 +148,8 @@ def test_the_mouse_builds_a_schedule_that_python_runs(browser, page, capsys):
     browser.do((LISTS, names["schedule"].actions), (f"{LISTS}[1].join()", "1F0,1B0,1F1,1B1"))
     assert "complete" in browser.js(SAID)
     rate = float(capsys.readouterr().out.split()[1])
-    _, step, _, bubble, *_ = browser.js(ROWS)[0]
-    assert [step, bubble] == [f"{names['times'].makespan:g}", f"{100 * rate:.1f} %"]
+    browser.do((f"{ROWS}[0][1]", f"{names['times'].makespan:g}"))
+    browser.do((f"{ROWS}[0][3]", f"{100 * rate:.1f} %"))
     browser.js("document.querySelector('.paste').open = true")
     for rules, words in (("gloo", "run under gloo's rules"), ("nccl", "under NCCL's rules, where")):
         browser.do(f"click document.querySelector('#check-{rules}')")
@@ -202,12 +198,11 @@ def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, p
     x, y, width = browser.js(place)
     for kind, steps in (("Pressed", 0), ("Moved", 1), ("Moved", 3), ("Released", 3)):
         how = {"button": "left", "buttons": int(kind != "Released"), "clickCount": 1}
-        event = {"type": f"mouse{kind}", "x": x + steps * width, "y": y, **how}
-        browser.call("Input.dispatchMouseEvent", **event)
+        at = {"x": x + steps * width, "y": y}
+        browser.call("Input.dispatchMouseEvent", type=f"mouse{kind}", **at, **how)
     browser.do((f"{LISTS}[1].join()", "1F0,1B0,1F1"))
-    points = [{"x": x - width, "y": y}]
-    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=points)
-    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    for kind, points in (("Start", [{"x": x - width, "y": y}]), ("End", [])):
+        browser.call("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=points)
     browser.until("chosen?.id === 'a1F0'")
 
 
