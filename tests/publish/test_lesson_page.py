@@ -77,15 +77,8 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
 
 
 def test_a_table_of_contents_leads_to_the_headings():
-    body = page(
-        "# Title\n\nWords.",
-        "## One `x`",
-        code("a"),
-        "### Two: why & how?",
-        "text",
-        "## Same",
-        "## Same",
-    )
+    parts = ("# Title\n\nWords.", "## One `x`", code("a"), "### Two: why & how?", "text")
+    body = page(*parts, "## Same", "## Same")
     links = body.select("nav.contents a")
     for link in links:
         (heading,) = (h for h in body.find_all(["h2", "h3"]) if f"#{h['id']}" == link["href"])
@@ -106,15 +99,11 @@ def test_long_output_is_folded_in_the_middle_and_nothing_is_lost():
 
 
 def test_first_uses_of_terms_lead_to_the_glossary(tmp_path):
-    (tmp_path / "glossary.md").write_text(
-        "# Glossary\n\n## all-reduce\nThe sum. Everybody gets it.\n\n## reduce\nOne gets "
-        "it.\n\n## ZeRO\nShards.\n"
-    )
-    first = (
-        "# All-reduce\n\nWith zero bytes, no `all-reduce` here. Read *all-reduce on a ring*. "
-        "All-reduces are sums."
-    )
-    body = page(first, "Again all-reduce, then reduce.", folder=tmp_path)
+    terms = ["all-reduce\nThe sum. Everybody gets it.", "reduce\nOne gets it.", "ZeRO\nShards."]
+    (tmp_path / "glossary.md").write_text("# Glossary\n\n## " + "\n\n## ".join(terms))
+    first = "# All-reduce\n\nWith zero bytes, no `all-reduce` here. Read *all-reduce on a ring*."
+    again = ("All-reduces are sums.", "Again all-reduce, then reduce.")
+    body = page(first, *again, folder=tmp_path)
     assert [(a.get_text(), a["href"], a["title"]) for a in body.select("a.term")] == [
         ("All-reduce", "glossary.html#all-reduce", "The sum."),
         ("reduce", "glossary.html#reduce", "One gets it."),
@@ -179,13 +168,13 @@ OFFLINE = {
     "would load missing.png": "![x](missing.png)",
     r"uses \\undefinedcommand": "$\\undefinedcommand x$",
 }
-LOADED = {
-    '<script src="https://cdn.example/x.js"></script>': ["https://cdn.example/x.js"],
-    '<link rel="stylesheet" href="//cdn.example/x.css">': ["//cdn.example/x.css"],
-    "<style>@import 'a.css'; b { background: url(c.png) }</style>": ["a.css", "c.png"],
-    '<p style="background: url(&quot;d.png&quot;)">': ["d.png"],
-    '<svg><image href="e.png"/><use xlink:href="#here"/></svg>': ["e.png"],
-    '<img src="data:image/gif;base64,R0"><a href="https://example.org">not loaded</a>': [],
+LOADED = {  # what it loads → HTML
+    "https://cdn.example/x.js": '<script src="https://cdn.example/x.js"></script>',
+    "//cdn.example/x.css": '<link rel="stylesheet" href="//cdn.example/x.css">',
+    "a.css c.png": "<style>@import 'a.css'; b { background: url(c.png) }</style>",
+    "d.png": '<p style="background: url(&quot;d.png&quot;)">',
+    "e.png": '<svg><image href="e.png"/><use xlink:href="#here"/></svg>',
+    "": '<img src="data:image/gif;base64,R0"><a href="https://example.org">not loaded</a>',
 }
 
 
@@ -193,4 +182,5 @@ def test_what_cannot_be_shown_offline_is_refused():
     for message, text in OFFLINE.items():
         with pytest.raises(ValueError, match=message):
             page(text)
-    assert {html: [*external_addresses(html)] for html in LOADED} == LOADED
+    for addresses, html in LOADED.items():
+        assert [*external_addresses(html)] == addresses.split()

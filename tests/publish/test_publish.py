@@ -20,10 +20,7 @@ from parallel101.laboratory.publish.tools import TOOLS
 from parallel101.laboratory.publish.write_site import publish
 from tests.publish.conftest import notebook, read
 
-PIXEL = (
-    bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000")
-    + b"\x1f\x15\xc4\x89"
-)
+PIXEL = "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c489"
 FIRST = """# Ranks & *messages*
 
 One process of many, $\\lceil\\log_2 p\\rceil$.
@@ -32,14 +29,11 @@ One process of many, $\\lceil\\log_2 p\\rceil$.
 
 
 def test_lessons_run_and_become_pages_that_load_nothing(tmp_path):
-    (tmp_path / "pixel.png").write_bytes(PIXEL)
-    notebook(
-        tmp_path / "00_first.ipynb",
-        FIRST,
-        "import sys, os; print(sys.executable, os.getcwd()); x = 6",
-        "import ipywidgets; ipywidgets.IntSlider()",
-        "from IPython.display import HTML; HTML(f'<b id=answer>{x * 7}</b>')",
-    )
+    (tmp_path / "pixel.png").write_bytes(bytes.fromhex(PIXEL))
+    cells = ("import sys, os; print(sys.executable, os.getcwd()); x = 6",
+             "import ipywidgets; ipywidgets.IntSlider()",
+             "from IPython.display import HTML; HTML(f'<b id=answer>{x * 7}</b>')")  # fmt: skip
+    notebook(tmp_path / "00_first.ipynb", FIRST, *cells)
     formula = "# Second\n\n$$T = 2\\frac{p-1}{p}n\\beta$$"
     notebook(tmp_path / "01_second.ipynb", formula, "1 / 0", tags=("raises-exception",))
     broken = "def f():\n    return fine / 0\nf()"
@@ -95,11 +89,9 @@ def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_p
 
 def test_a_run_that_is_stopped_keeps_the_finished_pages_and_leaves_no_kernel(tmp_path):
     notebook(tmp_path / "00_first.ipynb", "1")
-    notebook(
-        tmp_path / "01_stopped.ipynb",
-        f"import os, signal, threading\nopen('{tmp_path}/pid', 'w').write(str(os.getpid()))",
-        "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()",
-    )
+    note = f"import os, signal, threading\nopen('{tmp_path}/pid', 'w').write(str(os.getpid()))"
+    stop = "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()"
+    notebook(tmp_path / "01_stopped.ipynb", note, stop)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "01_stopped.html").write_text("a page of an earlier run")
     options = ["--lessons", str(tmp_path), "--out", str(tmp_path / "site")]

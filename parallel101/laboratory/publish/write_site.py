@@ -4,7 +4,8 @@
     the others ──▶ {path in the site: text} ──▶ written at the end, the index last
 
 If a lesson fails, the others still run. Files are written whole or not at all. What depends on
-nothing that has changed isn't made again, by a digest of what it is made from:
+nothing that has changed isn't made again, by a digest of what it is made from, which is noted in
+.ran/made_from.json:
 
     a lesson that has run   the notebook, the other files beside it, and this package
     the index               the same of the whole site: all notebooks, docs/, the homework
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -66,7 +68,8 @@ from parallel101.laboratory.publish.search_index import (
 from parallel101.laboratory.publish.syllabus import Syllabus
 from parallel101.laboratory.publish.tools import TOOLS, collectives_atlas_page
 
-ROOT, INDEX, KEPT = Path(PACKAGE), "index.html", ".ran"
+ROOT, INDEX = Path(PACKAGE), "index.html"
+STAMPS = ".ran/made_from.json"  # from what the files of a site were made: name → digest
 ATLAS = (  # what the runs of the atlas and their pictures depend on
     *("collectives", "cost", "mesh.py", "spans.py"),
     *(f"laboratory/{room}" for room in ("analysis", "publish", "record", "sim", "viz")),
@@ -153,7 +156,7 @@ def publish(
     make_output_folder(out)
     folder = notebooks[0].parent
     given = _digest_of_site(folder, notebooks, only, syllabus, repository)
-    if not again and _is_unchanged(out / INDEX, given):
+    if not again and _is_unchanged(out, INDEX, given):
         report("Nothing has changed since these pages were written.")
         return Published([*(out / f"{path.stem}.html" for path in notebooks), out / INDEX], [])
     course = _course(notebooks, only, syllabus, repository)
@@ -168,7 +171,8 @@ def publish(
                 notebook = run_notebook(path, timeout=timeout)
                 notebook.metadata.seconds = time.perf_counter() - began
                 said = f"ran in {notebook.metadata.seconds:.1f} s"
-                _keep(notebook, _kept(path, out))
+                _write(out / kept_run(path), gzip.compress(nbformat.writes(notebook).encode()))
+                _stamp(out, kept_run(path), _digest_of_lesson(path))
             body = lesson_body(notebook, folder, course.homework, names)
         except (LessonFailed, ValueError) as error:
             if not isinstance(error, LessonFailed):
@@ -181,10 +185,11 @@ def publish(
             _write(page, _page_of_lesson(name, ran[name], [*course.lessons.values()], course))
             report(f"✓ {name} {said}")
     files = _files(course, ran, out, report)
-    if not failed:
-        files[INDEX] = _marked(files[INDEX], given)
     for address, text in files.items():
         _write(out / address, text)
+    if (atlas := collectives_atlas_page.PAGE.address) in files:
+        _stamp(out, atlas, _digest_of_package(*ATLAS))
+    _stamp(out, INDEX, "" if failed else given)
     return Published([*(out / f"{name}.html" for name in ran), out / INDEX], failed)
 
 
@@ -269,12 +274,11 @@ def _tools(tools: Iterable[ModuleType], out: Path, report: Callable[[str], None]
     files: dict[str, str] = {}
     for tool in tools:
         began, page = time.perf_counter(), tool.PAGE
-        made_from = _digest_of_package(*ATLAS)
-        if tool is collectives_atlas_page and _is_unchanged(out / page.address, made_from):
+        runs = _digest_of_package(*ATLAS)
+        if tool is collectives_atlas_page and _is_unchanged(out, page.address, runs):
             report(f"✓ {page.title} has not changed")
             continue
-        made = tool.files()
-        files |= made | {page.address: _marked(made[page.address], made_from)}
+        files |= tool.files()
         report(f"✓ {page.title} took {time.perf_counter() - began:.1f} s")
     return files
 
@@ -299,28 +303,36 @@ def _search_entries(
 # ---- what has changed ----
 
 
-def _kept(path: Path, out: Path) -> Path:
-    """Return where a lesson that has run is kept, with the digest of what its outputs depend on."""
-    beside = [file for file in path.parent.iterdir() if file.is_file() and file.suffix != ".ipynb"]
-    made_from = _digest([path, *beside], _digest_of_package(), machine())
-    return out / KEPT / f"{path.stem}.{made_from}.ipynb.gz"
+def _is_unchanged(out: Path, name: str, made_from: str) -> bool:
+    """Return whether a site has this file, made from the same files and facts."""
+    return (out / name).exists() and _stamps(out).get(name) == made_from
 
 
-def _keep(notebook: NotebookNode, kept: Path) -> None:
-    """Write a notebook that has run, in place of its earlier runs."""
-    kept.parent.mkdir(exist_ok=True)
-    for earlier in kept.parent.iterdir():
-        if earlier.name.rsplit(".", 3)[0] == kept.name.rsplit(".", 3)[0]:
-            earlier.unlink()
-    _write(kept, gzip.compress(nbformat.writes(notebook).encode()))
+def _stamp(out: Path, name: str, made_from: str) -> None:
+    """Note from what a file of the site was made."""
+    _write(out / STAMPS, json.dumps(_stamps(out) | {name: made_from}))
+
+
+def _stamps(out: Path) -> dict[str, str]:
+    return json.loads((out / STAMPS).read_text()) if (out / STAMPS).exists() else {}
+
+
+def kept_run(path: Path) -> str:
+    """Return where a lesson that has run is kept, below the site's folder."""
+    return f".ran/{path.stem}.ipynb.gz"
 
 
 def last_run(path: Path, out: Path) -> NotebookNode | None:
     """Return a lesson with its outputs, if it has run for `out` and nothing has changed since."""
-    kept = _kept(path, out)
-    if not kept.exists():
+    if not _is_unchanged(out, kept_run(path), _digest_of_lesson(path)):
         return None
-    return nbformat.reads(gzip.decompress(kept.read_bytes()), as_version=4)
+    return nbformat.reads(gzip.decompress((out / kept_run(path)).read_bytes()), as_version=4)
+
+
+def _digest_of_lesson(path: Path) -> str:
+    """Return the digest of what the outputs of a lesson depend on."""
+    beside = [file for file in path.parent.iterdir() if file.is_file() and file.suffix != ".ipynb"]
+    return _digest([path, *beside], _digest_of_package(), machine())
 
 
 def _digest_of_site(folder: Path, *facts: object) -> str:
@@ -354,19 +366,6 @@ def _digest(files: Iterable[Path], *facts: object) -> str:
     for path in sorted({*files}):
         found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
-
-
-def _marked(html: str, made_from: str) -> str:
-    """Return a page that says from what it was made."""
-    return html.replace("</body>", f"<!-- made from {made_from} -->\n</body>")
-
-
-def _is_unchanged(page: Path, made_from: str) -> bool:
-    """Return whether there is such a page, made from the same files."""
-    if not page.exists():
-        return False
-    said = re.search(r"<!-- made from (\w+) -->\s*</body>", page.read_text(encoding="utf-8")[-200:])
-    return said is not None and said[1] == made_from
 
 
 def _write(page: Path, content: str | bytes) -> None:
