@@ -123,31 +123,6 @@ def test_what_another_thread_recomputes_counts_as_on_a_gpu():
     assert [n // ROW for n in held(found)] == [1, 0, 1, 2, 1, 0]
 
 
-def test_a_model_on_the_meta_device_keeps_the_same_bytes():
-    on = [counted(MLP([H] * 4, device=d), torch.ones(B, H, device=d)) for d in ("cpu", "meta")]
-    assert held(on[0]) == held(on[1])
-
-
-def test_spans_tell_microbatches_and_phases_apart():
-    model = MLP([H] * 3)
-
-    def two(model, x):
-        losses = []
-        for i in range(2):
-            with p101.span("forward", microbatch=i):
-                losses.append(model(x).square().mean())
-        for i in range(2):
-            with p101.span("backward", microbatch=i):
-                losses[i].backward()
-
-    found = counted(model, torch.ones(B, H), two)
-    assert found.by_microbatch() == {0: 3 * ROW, 1: 3 * ROW}
-    assert [str(phase) for phase in found.phases[1:]] == [
-        f"{name} of microbatch {i}" for name in ("forward", "backward") for i in (0, 1)
-    ]
-    assert "in forward of microbatch 1" in str(found)
-
-
 # ── trainers ──
 
 

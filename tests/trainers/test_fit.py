@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
-from parallel101.laboratory.viz.loss_curves import LiveLoss
 from parallel101.models.mlp import MLP
 from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, on_ranks, randn, text
 
@@ -91,19 +90,6 @@ def test_on_step_hears_of_every_step_on_every_rank():
         columns = zip(*(step.values() for step in steps))
         assert list(map(list, columns)) == list(history.values())
         assert history["steps"] == [0, 1, 2]
-
-
-def shown(live, rank):
-    curve = live.curve(f"rank {rank}", rank=rank)
-    return build().fit(batch, until=4, on_step=curve, progress=False).losses
-
-
-def test_a_live_picture_follows_fit():
-    with LiveLoss(until=4) as live:
-        alone = shown(live, 0)
-        first = p101.launch(shown, live, 1, world_size=2).results[0]
-    expected = {"rank 0": list(enumerate(alone)), "rank 1": list(enumerate(first))}
-    assert live.curves == expected, "one rank writes, each step once"
 
 
 def scheduled(until, save_to=None, start=None):

@@ -88,19 +88,6 @@ def test_no_bit_changes_and_less_is_kept(case):
     assert least < less < none
 
 
-def test_one_process_draws_dropouts_masks_again():
-    def run(way):
-        torch.manual_seed(3)
-        trainer = TRAINERS["naive"](gpt(), next_token_loss, OPTIMIZERS["sgd"], recompute=way)
-        trainer.step(*BATCH)
-        return trainer.gradients(), torch.rand(3)
-
-    none, *others = map(run, WAYS)
-    for of_way, after in others:
-        assert torch.equal(after, none[1]), "as many random numbers are used up"
-        assert all(torch.equal(g, of_way[name]) for name, g in none[0].items())
-
-
 # ── which modules ──
 
 
