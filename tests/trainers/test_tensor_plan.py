@@ -243,8 +243,7 @@ def uncounted(module, x, *qkv):
 
 def by_einops(module, x, *qkv):
     """As einops does it with h=self.heads: the features of a head are what is left."""
-    parts = qkv if len(qkv) == 3 else qkv[0].chunk(3, -1)
-    return (part.unflatten(-1, (module.heads, -1)) for part in parts)
+    return (part.unflatten(-1, (module.heads, -1)) for part in qkv[0].chunk(3, -1))
 
 
 class GPT2FeedForward(nn.Module):
@@ -352,11 +351,6 @@ BROUGHT = {  # a model, the plan, and what "auto" says
     "llama, counted": (llama, "auto", LLAMA),
     "llama": (partial(llama, split=uncounted), "auto", LLAMA),
     "grouped queries": (partial(llama, key_value_heads=2), "auto", LLAMA),
-    "heads counted": (
-        partial(counted, "to_q to_k to_v to_out"),
-        "auto",
-        [*(f"attn.to_{x}: column(heads='heads')" for x in "qkv"), "attn.to_out: row", *FEED],
-    ),
     "heads counted, fused": (
         partial(counted, "to_qkv to_out"),
         "auto",

@@ -260,20 +260,20 @@ def by_names(model: nn.Module) -> dict[str, Style]:
         if not linear.keys() >= set(paths):
             continue
         *columns, row = (linear[path] for path in paths)
-        parts = 3 if way == "heads" and len(columns) == 1 else 1
-        styles = [GATHERED] * len(paths)
-        if way != "gathered":
+        fits, styles = True, [GATHERED] * len(paths)
+        if way == "features":
+            fits = all(layer.out_features == row.in_features for layer in columns)
+            styles = [*[COLUMN] * len(columns), ROW]
+        elif way == "heads":
+            parts = 3 if len(columns) == 1 else 1
             counts = [
                 heads_of(module, layer.out_features // parts, key_or_value=layer is not columns[0])
                 for layer in columns
-                if way == "heads"
             ]
-            wide = columns[:1] if way == "heads" else columns
-            if None in counts or any(c.out_features != parts * row.in_features for c in wide):
-                continue
-            cut = [column(parts=parts, heads=count) for count in counts]
-            styles = [*(cut or [COLUMN] * len(columns)), ROW]
-        plan = dict(zip(paths, styles)) | plan
+            fits = None not in counts and columns[0].out_features == parts * row.in_features
+            styles = [*(column(parts=parts, heads=count) for count in counts), ROW]
+        if fits:
+            plan = dict(zip(paths, styles)) | plan
     return plan
 
 
