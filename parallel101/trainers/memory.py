@@ -195,16 +195,38 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
     parts = {} if isinstance(of, nn.Module) else getattr(of.runner, "parts", {})
     count = Count(model)
     names = dict.fromkeys(parts.values(), "") | {m: name for name, m in model.named_modules()}
-    saving = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
-    with listening(count.span), count.naming(names), count.following_hooks(), saving:
-        yield count.activations
+
+    def enter(name: str, *_: Any) -> None:
+        count.modules.append(name)
+
+    def leave(*_: Any) -> None:
+        count.modules.pop()
+
+    with listening(count.span), ExitStack() as hooks:
+        for module, name in names.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        with _lock:
+            _running[threading.get_ident()] = count
+            saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+        try:
+            with saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+                yield count.activations
+        finally:
+            with _lock:
+                del _running[threading.get_ident()]
+                if not _running:
+                    saved_tensors_hooks.__enter__ = _torchs  # type: ignore[method-assign]
     count.refs.clear()
     if not isinstance(of, nn.Module):
         of.activations = count.activations
 
 
 class Count:
-    """A count that is running, on one rank."""
+    """A count that is running, on one rank.
+
+    Attributes: modules: names of those that compute now, the innermost last.
+    """
 
     def __init__(self, model: nn.Module):
         self.activations = Activations()
@@ -236,8 +258,6 @@ class Count:
         self.held += nbytes
         self.activations.changes.append(Change(number, saved, self.phase, self.held))
 
-    # ── where it is saved ──
-
     @contextmanager
     def span(self, name: str | None, labels: Mapping[str, Any]) -> Iterator[None]:
         """Follow a span; with name None, a block that is not recorded."""
@@ -246,51 +266,16 @@ class Count:
         inner = self.phase and "microbatch" not in labels  # such as a column layer's ∂W
         if name in PHASES and not inner and not self.paused:
             self.phase = len(self.activations.phases)
-            self.activations.phases.append(
-                Phase(name, labels.get("microbatch"), labels.get("stage"))
-            )
+            where = labels.get("microbatch"), labels.get("stage")
+            self.activations.phases.append(Phase(name, *where))
         try:
             yield
         finally:
             self.phase, self.paused = before
 
-    @contextmanager
-    def naming(self, names: Mapping[nn.Module, str]) -> Iterator[None]:
-        """Keep the names of the modules that compute in `modules` inside, the innermost last."""
 
-        def enter(name: str, *_: Any) -> None:
-            self.modules.append(name)
-
-        def leave(*_: Any) -> None:
-            self.modules.pop()
-
-        with ExitStack() as hooks:
-            for module, name in names.items():
-                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
-                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-            yield
-
-    # ── what is saved ──
-
-    @contextmanager
-    def following_hooks(self) -> Iterator[None]:
-        """Let every pair of saved_tensors_hooks of this thread tell this count what it saves.
-
-        torch calls the innermost pair only, such as that of a recomputation, and has no public name
-        for the others.
-        """
-        with _lock:
-            _running[threading.get_ident()] = self
-            saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            with _lock:
-                del _running[threading.get_ident()]
-                if not _running:
-                    saved_tensors_hooks.__enter__ = _torchs  # type: ignore[method-assign]
-
-
+# Every pair of saved_tensors_hooks of a thread tells the thread's count what it saves. torch calls
+# the innermost pair only, such as that of a recomputation, and has no public name for the others.
 _lock, _torchs = threading.Lock(), saved_tensors_hooks.__enter__
 _running: dict[int, Count] = {}  # by thread; the ranks of the sim are threads of one process
 

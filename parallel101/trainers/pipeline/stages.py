@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel101.collectives.comm import comm_of
@@ -49,7 +50,8 @@ class PipelineStages(OneStage):
         self.schedule = schedule_for(
             options.schedule, axes.sizes["pp"], options.microbatches, options.chunks
         )
-        self.axes, self.device = axes, next(p.device for p in model.parameters())
+        self.axes = axes
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.microbatches = self.schedule.microbatches
         batched = comm_of(axes.along(["pp"]), self.device, "pipeline").batched
         self.schedule.check("nccl" if batched else "gloo")
@@ -147,9 +149,7 @@ def cut_points(
 
     Raises ValueError for a model that can't be cut like that.
     """
-    with_parameters = [
-        i for i, entry in enumerate(entries) if any(True for _ in entry.parameters())
-    ]
+    with_parameters = [i for i, entry in enumerate(entries) if [*entry.parameters()]]
     if len(with_parameters) < stages:
         raise ValueError(
             f"the model has {len(with_parameters)} modules with parameters, too few for "

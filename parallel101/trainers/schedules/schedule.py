@@ -65,7 +65,7 @@ class Schedule:
                 list, as torch's pipelining posts them. Lists of compute only have no such cycle:
                 our executor has a group for each direction.
         """
-        simulate(self.ranks, self.placement, self.microbatches, rules)
+        simulate(self, rules, (0.0, 0.0, 0.0), 0.0)
 
     def time(
         self,
@@ -85,8 +85,7 @@ class Schedule:
             communication: seconds until a result arrives at another rank, one number. It occupies
                 neither rank.
         """
-        costs = forward, input_grad, weight_grad, communication
-        slots = simulate(self.ranks, self.placement, self.microbatches, "gloo", *costs)
+        slots = simulate(self, "gloo", (forward, input_grad, weight_grad), communication)
         return summary(len(self.ranks), slots)
 
     def __eq__(self, other: object) -> bool:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import (
     COMMUNICATION,
@@ -31,6 +32,9 @@ from parallel101.trainers.schedules.actions import (
     needs,
     partner,
 )
+
+if TYPE_CHECKING:
+    from parallel101.trainers.schedules.schedule import Schedule
 
 Cost = float | Sequence[float]
 Places = dict[Action, tuple[int, int]]  # action → its rank, and its place in the rank's list
@@ -63,47 +67,27 @@ class ScheduleTime(NamedTuple):
 
 
 def simulate(
-    ranks: Ranks,
-    placement: Placement,
-    microbatches: int,
-    rules: str = "gloo",
-    forward: Cost = 0.0,
-    input_grad: Cost = 0.0,
-    weight_grad: Cost = 0.0,
-    communication: float = 0.0,
+    schedule: Schedule, rules: str, costs: Sequence[Cost], communication: float
 ) -> list[Slot]:
     """Let all ranks carry out their lists, each action as soon as what it needs has arrived, and
-    return what was computed when. See Schedule.time.
+    return what was computed when. See Schedule.time; `costs` are forward, input_grad, weight_grad.
 
     Sends and receives are posted in the order of a list and do not stop its rank. Under NCCL's
     rules those of a rank start one by one. Raises ScheduleError for the first thing that is wrong.
     """
     if rules not in ("gloo", "nccl"):
         raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
-    where = places_of(ranks, placement)
-    check_complete(where, placement, microbatches, len(ranks))
-    stages, listed = max(placement) + 1, lists_messages(where)
-    needed_by = {part: needs(part, placement, where, listed) for part in where}
-    for part, (rank, position) in where.items():
-        for before in needed_by[part]:
-            if before not in where:
-                raise ScheduleError(f"rank {rank}: {part} needs {before}, which is missing")
-            if where[before][0] == rank and where[before][1] >= position:
-                raise ScheduleError(
-                    f"rank {rank}: {part} comes too early: it needs {before}, which comes later"
-                )
-    for part, (rank, _) in where.items():
-        if part.kind in COMMUNICATION and partner(part) not in where:
-            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
-    seconds, given = dict[str, list[float]](), (forward, input_grad, weight_grad)
-    for kind, name, cost in zip("FIW", ("forward", "input_grad", "weight_grad"), given):
-        costs = list(cost) if isinstance(cost, Sequence) else [cost] * stages
-        if len(costs) != stages or not all(map(is_seconds, costs)):
+    ranks, placement = schedule.ranks, schedule.placement
+    where, needed_by = checked(ranks, placement, schedule.microbatches)
+    seconds, stages = dict[str, list[float]](), max(placement) + 1
+    for kind, name, cost in zip("FIW", ("forward", "input_grad", "weight_grad"), costs):
+        each = list(cost) if isinstance(cost, Sequence) else [cost] * stages
+        if len(each) != stages or not all(map(is_seconds, each)):
             raise ScheduleError(
                 f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the "
                 f"{stages} stages"
             )
-        seconds[kind] = [float(c) for c in costs]
+        seconds[kind] = list(map(float, each))
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
     if not is_seconds(communication):
         raise ScheduleError(
@@ -170,10 +154,13 @@ def simulate(
     return sorted(slots, key=lambda slot: (slot.rank, slot.start, slot.end))
 
 
-def places_of(ranks: Ranks, placement: Placement) -> Places:
-    """Return the rank of each action, and its place in the rank's list.
+def checked(
+    ranks: Ranks, placement: Placement, microbatches: int
+) -> tuple[Places, dict[Action, list[Action]]]:
+    """Return the place of each action, and what it needs.
 
-    Raises ScheduleError if one appears twice, or a stage is on two ranks.
+    Raises ScheduleError if an action is missing, appears twice or comes too early, or if a stage is
+    on two ranks.
     """
     where: Places = {}
     for rank, actions in enumerate(ranks):
@@ -189,38 +176,45 @@ def places_of(ranks: Ranks, placement: Placement) -> Places:
                         f"has {part}"
                     )
                 where[part] = rank, place
-    return where
-
-
-def check_complete(where: Places, placement: Placement, microbatches: int, ranks: int) -> None:
-    """Raise ScheduleError unless each stage has each microbatch's forward, and its backward,
-    whole or in both halves.
-    """
     if not placement:
         raise ScheduleError("the schedule is empty: expected at least one forward and its backward")
-    if idle := set(range(ranks)) - set(placement.values()):
+    if idle := set(range(len(ranks))) - set(placement.values()):
         raise ScheduleError(
-            f"rank {min(idle)} has no stage: expected at least one on each of the {ranks} ranks"
+            f"rank {min(idle)} has no stage: expected at least one on each of the {len(ranks)} "
+            "ranks"
         )
-    for stage in range(max(placement) + 1):
-        for i in range(microbatches):
-            has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
-            halves = has & {"I", "W"}
-            if "F" not in has:
+    for stage, i in product(range(max(placement) + 1), range(microbatches)):
+        has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
+        halves = has & {"I", "W"}
+        if "F" not in has:
+            raise ScheduleError(
+                f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to "
+                f"{max(placement)}"
+            )
+        if "B" in has and halves:
+            raise ScheduleError(
+                f"the backward of microbatch {i} on stage {stage} appears twice: "
+                f"{stage}B{i} and {stage}{min(halves)}{i}"
+            )
+        if "B" not in has and len(halves) < 2:
+            lacks = min({"I", "W"} - halves) if halves else "B"
+            raise ScheduleError(
+                f"{stage}{lacks}{i} is missing: stage {stage} has the forward of microbatch {i}"
+            )
+    listed = lists_messages(where)
+    needed_by = {part: needs(part, placement, where, listed) for part in where}
+    for part, (rank, position) in where.items():
+        for before in needed_by[part]:
+            if before not in where:
+                raise ScheduleError(f"rank {rank}: {part} needs {before}, which is missing")
+            if where[before][0] == rank and where[before][1] >= position:
                 raise ScheduleError(
-                    f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to "
-                    f"{max(placement)}"
+                    f"rank {rank}: {part} comes too early: it needs {before}, which comes later"
                 )
-            if "B" in has and halves:
-                raise ScheduleError(
-                    f"the backward of microbatch {i} on stage {stage} appears twice: "
-                    f"{stage}B{i} and {stage}{min(halves)}{i}"
-                )
-            if "B" not in has and len(halves) < 2:
-                lacks = min({"I", "W"} - halves) if halves else "B"
-                raise ScheduleError(
-                    f"{stage}{lacks}{i} is missing: stage {stage} has the forward of microbatch {i}"
-                )
+    for part, (rank, _) in where.items():
+        if part.kind in COMMUNICATION and partner(part) not in where:
+            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
+    return where, needed_by
 
 
 def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
