@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import (
     COMMUNICATION,
@@ -33,9 +33,7 @@ from parallel101.trainers.schedules.actions import (
     partner,
 )
 
-if TYPE_CHECKING:
-    from parallel101.trainers.schedules.schedule import Schedule
-
+Schedule = Any  # see schedule.py, which calls what is here
 Cost = float | Sequence[float]
 Places = dict[Action, tuple[int, int]]  # action → its rank, and its place in the rank's list
 
