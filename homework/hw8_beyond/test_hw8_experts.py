@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.tensor_parallel_exercises import graph_cut
-from parallel101.laboratory.exercises.wrong_values import is_close
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -359,7 +358,7 @@ def x_lost(trials: Sequence[Trial]) -> bool:
 def gate_forgotten(trials: Sequence[Trial]) -> bool:
     wrong = wrong_trials(trials)
     return bool(wrong) and all(
-        is_close(result[0], out.sum(1))
+        same(result[0], out.sum(1))
         for trial in wrong
         for result, out in zip(trial.results, trial.case.facts["outputs"], strict=True)
     )

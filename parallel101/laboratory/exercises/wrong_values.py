@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from parallel101.laboratory.grade.compared_values import close, factor, same
-from parallel101.laboratory.grade.exercise import ANYTHING, Trial
+from parallel101.laboratory.grade.compared_values import factor, same
+from parallel101.laboratory.grade.exercise import Trial
 from parallel101.laboratory.grade.exercise_checks import all_show, on_ranks, wrong_trials
 
 Seen = Callable[[Sequence[Trial]], bool]
@@ -45,27 +42,9 @@ def gives(fact: str, *parts: int) -> Seen:
 
     def shows(trial: Trial) -> bool:
         found = [chosen(result) for result in trial.results]
-        return any(alike(found, form) for form in trial.case.facts[fact])
+        return any(same(found, form) for form in trial.case.facts[fact])
 
     return lambda trials: every_wrong(shows)([t for t in trials if fact in t.case.facts])
-
-
-def alike(found: Any, form: Any) -> bool:
-    """Return whether values have this form: tensors of the same shape with close numbers."""
-    if isinstance(form, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(form):
-            return False
-        return all(map(alike, found, form))
-    return form is ANYTHING or is_close(found, form) or same(found, form)
-
-
-def is_close(found: Any, expected: Any) -> bool:
-    """Return whether two tensors have one shape, and equal values, which may be infinite."""
-    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
-        return False
-    return found.shape == expected.shape and (
-        torch.equal(found, expected) or close(found, expected, 1e-8)
-    )
 
 
 def gradients_times(part: int, k: Callable[[int], float]) -> Seen:

@@ -60,11 +60,11 @@ def difference(found: Any, expected: Any) -> str | None:
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
     """Return whether two tensors of one shape hold the same numbers, up to a tolerance.
 
-    The tolerance is relative to the largest expected number.
+    The tolerance is relative to the largest expected number. Equal numbers may be infinite.
     """
     if found.shape != expected.shape:
         return False
-    if not expected.dtype.is_floating_point:
+    if torch.equal(found, expected) or not expected.dtype.is_floating_point:
         return torch.equal(found, expected)
     largest = expected.abs().max().item() if expected.numel() else 0.0
     relative = TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance
