@@ -10,17 +10,17 @@ of steps, and in which ranks send to each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.blocks import Blocks, flat_of
+from parallel101.collectives.checks import Sizes, nothing, prepare
 from parallel101.collectives.comm import Comm, blocking, wait_all
 from parallel101.collectives.power_of_two import copy_from_core, nearest_power_of_two
 from parallel101.collectives.torus import all_gather as torus
-from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
@@ -123,14 +123,7 @@ ALGORITHMS = {f.__name__: f for f in (direct, ring, bidirectional_ring, recursiv
 ON_A_MESH = {"torus": torus}
 
 
-def all_gather(
-    x: Tensor,
-    dim: int = 0,
-    *,
-    group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> Tensor:
+def all_gather(x: Tensor, dim: int = 0, *, sizes: Sizes = None, **options: Any) -> Tensor:
     """Return the shards of all ranks joined along `dim` in the order of the group, on every rank.
 
     Moves values only; `parallel101.autograd.all_gather` describes the arguments and adds the
@@ -138,17 +131,11 @@ def all_gather(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.1.
     """
-    call = prepare("all_gather", x, group, algorithm, ALGORITHMS, ON_A_MESH, dim=dim, shards=sizes)
+    own = {"dim": dim, "shards": sizes}
+    call = prepare("all_gather", x, own, ALGORITHMS, ON_A_MESH, **options)
     if call is None:
         return nothing(x)
-    x, comm, dim = call.x, call.comm, call.dim
-    shape = [*x.shape[:dim], sum(call.sizes), *x.shape[dim + 1 :]]
-    result = x.new_empty(shape)
-    row = row_of(x, dim)
-    blocks = Blocks(
-        result.view(-1) if dim == 0 else x.new_empty(result.numel()),
-        [size * row for size in call.sizes],
-    )
-    blocks[comm.rank].copy_(flat_of(x, dim))
-    call.run(blocks, comm)
-    return result if dim == 0 else shaped(blocks.flat, shape, dim)
+    blocks = Blocks(call.x.new_empty(call.total), call.elements)
+    blocks[call.comm.rank].copy_(flat_of(call.x, call.dim))
+    call.run(blocks, call.comm)
+    return call.shaped(blocks.flat, sum(call.sizes))

@@ -8,6 +8,8 @@ rank 2  [c]        [a+b+c]         the minimum
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,6 @@ from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
 from parallel101.collectives.reductions import Reduction
 from parallel101.collectives.torus import all_gather as torus_all_gather
 from parallel101.collectives.torus import reduce_scatter as torus_reduce_scatter
-from parallel101.mesh import GroupLike
 
 
 def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
@@ -154,9 +155,7 @@ ALGORITHMS = {
 ON_A_MESH = {f.__name__: f for f in (torus, two_level)}
 
 
-def all_reduce(
-    x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
-) -> Tensor:
+def all_reduce(x: Tensor, op: str = "sum", **options: Any) -> Tensor:
     """Return the arrays of all ranks combined by `op`, on every rank: the same bits on each.
 
     Moves values only; `parallel101.autograd.all_reduce` describes the arguments and adds the
@@ -164,7 +163,7 @@ def all_reduce(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.5.
     """
-    call = prepare("all_reduce", x, group, algorithm, ALGORITHMS, ON_A_MESH, op=op)
+    call = prepare("all_reduce", x, {"op": op}, ALGORITHMS, ON_A_MESH, **options)
     if call is None:
         return nothing(x)
     x, comm = call.x, call.comm

@@ -28,7 +28,7 @@ from parallel101.collectives.checks import (
 )
 from parallel101.collectives.comm import Comm, Work, wait_all
 from parallel101.collectives.torus import all_to_all as torus
-from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.mesh import GroupLike, group_of
 
 Count = Callable[[int, int], int]  # (source, destination) → elements of the block between them
 
@@ -109,33 +109,36 @@ def all_to_all(
         return nothing(x)
     p, rank, one_dim = members.size, members.position, split_dim == concat_dim
     cut = block_sizes(x, split_dim, split_sizes, members, "split_sizes")
-    joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)
-    # then a rank knows only the sizes of its own blocks
+    # if the dims are one, a rank knows only the sizes of its own blocks
     own_sizes = one_dim and concat_sizes is not None
+    if one_dim and concat_sizes is not None:
+        joined = sizes_of(concat_sizes, members, "concat_sizes")
+    elif one_dim:
+        joined = [cut[rank]] * p
+    else:
+        joined = shard_sizes(x, concat_dim, concat_sizes, members, "concat_sizes")
+    if one_dim and joined[rank] != cut[rank]:
+        raise ValueError(
+            f"position {rank}'s own block has size {cut[rank]} in split_sizes, but "
+            f"{joined[rank]} in concat_sizes"
+        )
     if own_sizes and algorithm in ("bruck", "torus"):
         raise ValueError(
             f"algorithm={algorithm!r} passes on blocks whose sizes these concat_sizes do not "
             "give: use 'direct' or 'pairwise'"
         )
+    dims = {"split_dim": split_dim, "concat_dim": concat_dim, "algorithm": algorithm}
     sizes = None if one_dim else (cut, joined)
-    comm = begin(
-        "all_to_all",
-        members,
-        x,
-        uneven=concat_dim,
-        sizes=sizes,
-        split_dim=split_dim,
-        concat_dim=concat_dim,
-        algorithm=algorithm,
-    )
+    comm = begin("all_to_all", members, x, uneven=concat_dim, sizes=sizes, **dims)
     if own_sizes and algorithm == "auto":
         algorithm = "direct"
 
     row = math.prod(extent for d, extent in enumerate(x.shape) if d not in (split_dim, concat_dim))
-    outgoing = Blocks(
-        _packed(x, split_dim, cut), [row * size * (1 if one_dim else joined[rank]) for size in cut]
-    )
-    arriving = [row * size * (1 if one_dim else cut[rank]) for size in joined]
+    sent, kept = (1, 1) if one_dim else (joined[rank], cut[rank])  # along the other dim
+    blocks = x.split(cut, split_dim)
+    packed = torch.cat([block.reshape(-1) for block in blocks]) if split_dim else x.contiguous()
+    outgoing = Blocks(packed.view(-1), [row * size * sent for size in cut])
+    arriving = [row * size * kept for size in joined]
     incoming = Blocks(x.new_empty(sum(arriving)), arriving)
 
     def count(source: int, to: int) -> int:
@@ -143,50 +146,12 @@ def all_to_all(
 
     # all ranks must choose the same algorithm
     mean = x.nbytes if one_dim else row * sum(cut) * sum(joined) // p * x.element_size()
-    choose("all_to_all", algorithm, ALGORITHMS | ON_A_MESH, mean, p)(
-        outgoing, incoming, count, comm
-    )
+    run = choose("all_to_all", algorithm, ALGORITHMS | ON_A_MESH, mean, p)
+    run(outgoing, incoming, count, comm)
     shape = list(x.shape)
     shape[split_dim] = cut[rank]
-    if concat_dim == 0:
-        return incoming.flat.view(sum(joined), *shape[1:])
     before, after = shape[:concat_dim], shape[concat_dim + 1 :]
-    return torch.cat(
-        [incoming[source].view(*before, size, *after) for source, size in enumerate(joined)],
-        concat_dim,
-    )
-
-
-def _joined_sizes(
-    x: Tensor,
-    concat_dim: int,
-    cut: list[int] | None,
-    concat_sizes: Sequence[int] | None,
-    members: Group,
-    rank: int,
-) -> list[int]:
-    """Return the size along `concat_dim` of the block from each rank.
-
-    `cut` has the sizes by which x is split, if it is split along the same dim.
-    """
-    if cut is None:
-        return shard_sizes(x, concat_dim, concat_sizes, members, "concat_sizes")
-    if concat_sizes is None:
-        return [cut[rank]] * members.size
-    joined = sizes_of(concat_sizes, members, "concat_sizes")
-    if joined[rank] != cut[rank]:
-        raise ValueError(
-            f"position {rank}'s own block has size {cut[rank]} in split_sizes, but "
-            f"{joined[rank]} in concat_sizes"
-        )
-    return joined
-
-
-def _packed(x: Tensor, split_dim: int, sizes: list[int]) -> Tensor:
-    """Return the values of x in one row, with each block along `split_dim` contiguous.
-
-    They are copied only if they aren't stored like that already.
-    """
-    if split_dim == 0:
-        return x.contiguous().view(-1)
-    return torch.cat([block.reshape(-1) for block in x.split(sizes, split_dim)])
+    if not before:
+        return incoming.flat.view(sum(joined), *after)
+    arrived = [incoming[source].view(*before, size, *after) for source, size in enumerate(joined)]
+    return torch.cat(arrived, concat_dim)

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from parallel101.collectives.all_gather import direct_steps as direct_all_gather
 from parallel101.collectives.blocks import Blocks, row_of
-from parallel101.collectives.checks import begin, block_sizes, nothing, shard_sizes, tensor_of
+from parallel101.collectives.checks import (
+    Sizes,
+    begin,
+    block_sizes,
+    nothing,
+    shard_sizes,
+    tensor_of,
+)
 from parallel101.collectives.comm import Comm
 from parallel101.collectives.meta_device import same_memory
 from parallel101.collectives.reduce_scatter import direct_steps as direct_reduce_scatter
@@ -78,7 +85,7 @@ def all_reduce_async(
     op: str = "sum",
     *,
     group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     out: Tensor | None = None,
 ) -> AsyncCollective:
     """Begin an `all_reduce`, which has two steps. Each rank sends 2n(p−1)/p bytes, where x has n.
@@ -104,7 +111,13 @@ def all_reduce_async(
     if comm.size == 1:
         return AsyncCollective(iter(()), result.copy_(x))
     blocks, sums = Blocks(x.view(-1), sizes), Blocks(result.view(-1), sizes)
-    return AsyncCollective(_all_reduce_steps(blocks, sums, reduction, comm), result)
+
+    def steps() -> Iterator[None]:
+        """Add up this rank's block and send the sum to all. `sums` may be `blocks`."""
+        yield from _reduce_scatter_steps(blocks, sums[comm.rank], reduction, comm)
+        yield from direct_all_gather(sums, comm)
+
+    return AsyncCollective(steps(), result)
 
 
 def reduce_scatter_async(
@@ -112,7 +125,7 @@ def reduce_scatter_async(
     op: str = "sum",
     *,
     group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     out: Tensor | None = None,
 ) -> AsyncCollective:
     """Begin a `reduce_scatter` along dim 0, which has one step.
@@ -145,7 +158,7 @@ def all_gather_async(
     x: Tensor,
     *,
     group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     out: Tensor | None = None,
 ) -> AsyncCollective:
     """Begin an `all_gather` along dim 0, which has one step.
@@ -175,12 +188,6 @@ def all_gather_async(
     return AsyncCollective(direct_all_gather(blocks, comm), result)
 
 
-def _all_reduce_steps(blocks: Blocks, sums: Blocks, op: Reduction, comm: Comm) -> Iterator[None]:
-    """Add up this rank's block and send the sum to all. `sums` may be `blocks`."""
-    yield from _reduce_scatter_steps(blocks, sums[comm.rank], op, comm)
-    yield from direct_all_gather(sums, comm)
-
-
 def _reduce_scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iterator[None]:
     yield from direct_reduce_scatter(blocks, out, op, comm)
     op.finish(out, comm.size)
@@ -192,16 +199,11 @@ def contiguous(x: Tensor, name: str) -> Tensor:
     Raises ValueError if that would need a copy.
     """
     values = tensor_of(x)
-    if x.dim() == 0 or not x.is_contiguous():
+    if x.dim() == 0 or not x.is_contiguous() or not same_memory(values, x):
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected a "
-            "contiguous tensor of one dim or more. "
-            f"Call {name}.contiguous() or {name}.reshape(1)."
-        )
-    if not same_memory(values, x):
-        raise ValueError(
-            f"{name} is lazily conjugated or negated: expected a plain tensor. Call "
-            f"{name}.resolve_conj().resolve_neg()."
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected a contiguous "
+            "tensor of one dim or more, not lazily conjugated or negated. Call "
+            f"{name}.resolve_conj().resolve_neg().contiguous() or {name}.reshape(1)."
         )
     return values
 

@@ -7,7 +7,8 @@ rank 2  [ ]        [a]     a chain, scatter + all-gather: the array is split, an
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from parallel101.collectives.all_gather import ring as ring_all_gather
@@ -17,7 +18,6 @@ from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.scatter import binomial as binomial_scatter
 from parallel101.collectives.segments import segments_of
 from parallel101.collectives.tree import path
-from parallel101.mesh import GroupLike
 
 
 def flat(buffer: Tensor, root: int, comm: Comm) -> None:
@@ -67,14 +67,7 @@ def scatter_all_gather(buffer: Tensor, root: int, comm: Comm) -> None:
 ALGORITHMS = {f.__name__: f for f in (flat, binomial, pipelined_chain, scatter_all_gather)}
 
 
-def broadcast(
-    x: Tensor,
-    src: int = 0,
-    *,
-    group: GroupLike = None,
-    algorithm: str = "auto",
-    segment_bytes: int | None = None,
-) -> Tensor:
+def broadcast(x: Tensor, src: int = 0, **options: Any) -> Tensor:
     """Return the root's array on every rank.
 
     `src` is the root's position in the group, not its global rank. Moves values only;
@@ -82,15 +75,11 @@ def broadcast(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.2.
     """
-    call = prepare(
-        "broadcast", x, group, algorithm, ALGORITHMS, src=src, segment_bytes=segment_bytes
-    )
+    call = prepare("broadcast", x, {"src": src}, ALGORITHMS, **options)
     if call is None:
         return nothing(x)
-    x, comm = call.x, call.comm
-    if comm.rank == src:
-        result = x.clone(memory_format=torch.contiguous_format)
-    else:
-        result = x.new_empty(x.shape)
-    call.run(result.view(-1), src, comm)
+    result = call.x.new_empty(call.x.shape)
+    if call.comm.rank == src:
+        result.copy_(call.x)
+    call.run(result.view(-1), src, call.comm)
     return result

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from parallel101.collectives.auto import check_algorithm, choose, present_name
-from parallel101.collectives.blocks import row_of
+from parallel101.collectives.blocks import row_of, shaped
 from parallel101.collectives.comm import Comm, comm_of
 from parallel101.collectives.reductions import reduction_of
 from parallel101.collectives.segments import check_segment_bytes
@@ -31,10 +31,11 @@ from parallel101.mesh import Group, GroupLike, group_of, split_sizes
 from parallel101.spans import recorder
 
 _PLAIN = (
-    "Call x.to_local() on a DTensor, x.wait() on the result of a functional collective, "
-    "x.unbind() on a nested tensor."
+    "Call x.to_dense() on a sparse tensor, x.to_local() on a DTensor, x.wait() on the result of a "
+    "functional collective, x.unbind() on a nested tensor."
 )
 _thread = threading.local()
+Sizes = Sequence[int] | None  # along a dim, by position
 
 
 class Prepared(NamedTuple):
@@ -43,26 +44,40 @@ class Prepared(NamedTuple):
     x: Tensor  # without its graph
     comm: Comm
     run: Callable[..., Any]  # the function of the chosen algorithm
-    reduction: Any = None  # a Reduction, if the operation has op=
-    dim: int = 0  # counted from the front
-    sizes: Sequence[int] = ()  # along dim, by position
+    reduction: Any  # a Reduction, if the operation has op=
+    dim: int  # counted from the front
+    sizes: Sequence[int]  # of each position's block or shard along dim
+    elements: Sequence[int]  # of each block or shard
+
+    @property
+    def total(self) -> int:
+        """The elements of all blocks or shards."""
+        return sum(self.elements)
+
+    def shaped(self, flat: Tensor, size: int) -> Tensor:
+        """Return values in one row as a tensor of x's shape, but of this size along `dim`."""
+        shape = self.x.shape
+        return shaped(flat, [*shape[: self.dim], size, *shape[self.dim + 1 :]], self.dim)
 
 
 def prepare(
     operation: str,
     x: Tensor,
-    group: GroupLike,
-    algorithm: str,
+    arguments: dict[str, Any],
     algorithms: Mapping[str, Callable[..., Any]],
     on_a_mesh: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-    **arguments: Any,
+    *,
+    group: GroupLike = None,
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
 ) -> Prepared | None:
     """Check a call of a collective and choose its algorithm. Returns None on an idle rank.
 
     Args:
+        arguments: the operation's own: op, src, dst, dim, and `blocks` for a sizes= by which x is
+            split, or `shards` for a sizes= of what is joined.
         algorithms, on_a_mesh: the operation's algorithms for any group, and for a mesh only.
-        arguments: the others of the call: op, src, dst, dim, segment_bytes, and `blocks` for a
-            sizes= by which x is split, or `shards` for a sizes= of what is joined.
+        group, algorithm, segment_bytes: as the program passed them.
 
     Raises ValueError or TypeError for wrong arguments, MisuseError in a checked run if the ranks'
     arguments differ.
@@ -73,7 +88,6 @@ def prepare(
     check_algorithm(operation, algorithm, members, algorithms, on_a_mesh)
     for root in arguments.keys() & {"src", "dst"}:
         root_of(members, arguments[root], root)
-    segment_bytes = arguments.get("segment_bytes")
     check_segment_bytes(segment_bytes, algorithm, x.element_size())
     dim, sizes, uneven, nbytes = 0, None, None, x.nbytes
     if "dim" in arguments:
@@ -85,13 +99,14 @@ def prepare(
         return None
     if "blocks" in arguments:
         sizes = block_sizes(x, dim, arguments.pop("blocks"), members)
-    comm = begin(
-        operation, members, x, uneven=uneven, sizes=sizes, **arguments, algorithm=algorithm
-    )
+    arguments |= {"algorithm": algorithm, "segment_bytes": segment_bytes}
+    comm = begin(operation, members, x, uneven=uneven, sizes=sizes, **arguments)
     run = choose(operation, algorithm, {**algorithms, **on_a_mesh}, nbytes, comm.size)
     if segment_bytes is not None:
         run = functools.partial(run, segment_bytes=segment_bytes)
-    return Prepared(x, comm, run, reduction, dim, sizes or ())
+    row = row_of(x, dim)
+    elements = [size * row for size in sizes or ()]
+    return Prepared(x, comm, run, reduction, dim, sizes or (), elements)
 
 
 def begin(
@@ -136,12 +151,8 @@ def compare(operation: str, group: Group, numbered: str = "", **arguments: Any) 
     if the calls differ.
     """
     checker = recorder()
-    if (
-        checker is None
-        or group.position is None
-        or group.size < 2
-        or getattr(_thread, "uncompared", False)
-    ):
+    alone = group.position is None or group.size < 2
+    if checker is None or alone or getattr(_thread, "uncompared", False):
         return 0
     process_group = "" if group.process_group is None else group.process_group.group_name
     return checker.agree(operation, group.ranks, f"{process_group} {numbered}", arguments)
@@ -167,12 +178,14 @@ def tensor_of(x: Tensor) -> Tensor:
             f"x is a {type(x).__name__}: expected a tensor, with the same shape and dtype as "
             "on the other ranks"
         )
-    if x.layout != torch.strided:
-        raise TypeError(f"x has layout {x.layout}: expected a dense tensor. Call x.to_dense().")
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.is_nested:
+    kind = "nested tensor" if x.is_nested else type(x).__name__
+    if (
+        x.layout != torch.strided
+        or x.is_nested
+        or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    ):
         raise TypeError(
-            f"x is a {'nested tensor' if x.is_nested else type(x).__name__}: expected a plain "
-            f"tensor. {_PLAIN}"
+            f"x is a {kind} with layout {x.layout}: expected a plain, dense tensor. {_PLAIN}"
         )
     try:
         x.data_ptr()
@@ -185,32 +198,24 @@ def tensor_of(x: Tensor) -> Tensor:
 
 
 def dim_of(x: Tensor, dim: int, name: str = "dim") -> int:
-    """Return `dim` counted from the front. Raises TypeError or ValueError if x has no such dim."""
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"{name}={dim!r}: expected an int")
-    if x.dim() == 0:
+    """Return `dim` counted from the front. Raises ValueError if x has no such dim."""
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"{name}={dim}: a 0-dim tensor cannot be split or joined. Call x.reshape(1)."
-        )
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"{name}={dim}: x has shape {tuple(x.shape)}, so expected a dim from {-x.dim()} to "
-            f"{x.dim() - 1}"
+            f"{name}={dim!r}: x has shape {tuple(x.shape)}, so expected an int from {-x.dim()} to "
+            f"{x.dim() - 1}. (A tensor of no dims can't be split or joined: call x.reshape(1).)"
         )
     return dim % x.dim()
 
 
 def root_of(group: Group, root: int, name: str) -> int:
-    """Return `root`. Raises TypeError or ValueError if it isn't a position in the group.
+    """Return `root`. Raises ValueError if it isn't a position in the group.
 
     An idle rank may not know the group's size.
     """
-    if not isinstance(root, int) or isinstance(root, bool):
-        raise TypeError(f"{name}={root!r}: expected an int, the position in the group")
-    if root < 0 or (group.ranks and root >= group.size):
+    if type(root) is not int or root < 0 or (group.ranks and root >= group.size):
         raise ValueError(
-            f"{name}={root}: expected a position in the group of ranks {list(group.ranks)}, so "
-            f"0 to {group.size - 1}"
+            f"{name}={root!r}: expected an int, the position in the group of ranks "
+            f"{list(group.ranks)}, so 0 to {group.size - 1}"
         )
     return root
 
@@ -218,17 +223,15 @@ def root_of(group: Group, root: int, name: str) -> int:
 def sizes_of(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
     """Return `sizes` as a list.
 
-    Raises TypeError or ValueError unless it has one size for each rank.
+    Raises ValueError unless it has one size for each rank.
     """
-    if not isinstance(sizes, list | tuple) or not all(
-        type(size) is int and size >= 0 for size in sizes
+    if (
+        not isinstance(sizes, list | tuple)
+        or not all(type(size) is int and size >= 0 for size in sizes)
+        or (group.ranks and len(sizes) != group.size)
     ):
-        raise TypeError(
-            f"{name}={sizes!r}: expected a list of sizes, one for each rank, all 0 or more"
-        )
-    if group.ranks and len(sizes) != group.size:
         raise ValueError(
-            f"{name}={list(sizes)} has {len(sizes)} sizes: expected one for each of the "
+            f"{name}={sizes!r}: expected a list of sizes, all 0 or more, one for each of the "
             f"group's {group.size} ranks"
         )
     return list(sizes)
@@ -239,7 +242,7 @@ def block_sizes(
 ) -> list[int]:
     """Return the size along `dim` of every rank's block of x, by default those of `split_sizes`.
 
-    Raises TypeError or ValueError if the blocks of `sizes` don't add up to x.
+    Raises ValueError if the blocks of `sizes` don't add up to x.
     """
     if sizes is None:
         return split_sizes(x.shape[dim], group.size)
@@ -257,7 +260,7 @@ def shard_sizes(
 ) -> list[int]:
     """Return the size along `dim` of every rank's shard; x is this rank's.
 
-    Without `sizes`, all shards are as large as x. Raises TypeError or ValueError if x contradicts
+    Without `sizes`, all shards are as large as x. Raises ValueError if x contradicts
     `sizes`.
     """
     if sizes is None:

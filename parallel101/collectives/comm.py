@@ -42,7 +42,7 @@ class Comm:
     Args:
         group: the group, of which this rank is a member.
         device: of the tensors that are sent.
-        batched: whether messages start in batches; see `batches`.
+        batched: whether messages start in batches, as NCCL needs it.
         collective: in a recorded run, the collective to which the messages belong. None: nobody
             records.
         tag: of the messages.
@@ -100,13 +100,8 @@ class Comm:
         if self.rank not in positions:
             return None
         ranks = tuple(self.group.ranks[position] for position in positions)
-        group = Group(
-            ranks,
-            positions.index(self.rank),
-            (len(ranks),),
-            self.group.process_group,
-            self.group.axes,
-        )
+        place, shape = positions.index(self.rank), (len(ranks),)
+        group = self.group._replace(ranks=ranks, position=place, shape=shape)
         return Comm(group, self.device, self.batched, self.collective, self.tag)
 
     def in_order(self, positions: Sequence[int]) -> Comm:
@@ -126,9 +121,8 @@ class Comm:
             return Nothing()
         rank, process_group = self.group.ranks[peer], self.group.process_group
         if self.batched:
-            self._batch.append(
-                Batched(self, dist.P2POp(direction, tensor, rank, process_group, self.tag))
-            )
+            op = dist.P2POp(direction, tensor, rank, process_group, self.tag)
+            self._batch.append(Batched(self, op))
             return self._batch[-1]
         # as torch's isend and irecv do, without looking up again what is known here: a quarter of
         # the time that Python takes for a small message
@@ -214,7 +208,9 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
                 f"{' and '.join(backends_in(config))} only: "
                 "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
-        batched = batches(backend)
+        # on NCCL a send and a receive between two ranks deadlock unless they start together; on
+        # gloo a batch has been seen to hang
+        batched = backend.endswith("nccl")
     recorded = None if recorder() is None else collective_of(operation, group)
     return Comm(group, device, batched, recorded, tag)
 
@@ -242,17 +238,5 @@ def backends_in(config: str) -> dict[str, str]:
     pairs = dict(part.split(":") for part in config.split(","))
     if pairs.get("cpu", "").startswith("sim"):
         pairs["meta"] = pairs["cpu"]
-    return {
-        device: backend
-        for device, backend in pairs.items()
-        if device == "cpu" or not backend.endswith("gloo")
-    }
-
-
-def batches(backend: str) -> bool:
-    """Return whether this backend's messages start in batches.
-
-    On NCCL a send and a receive between two ranks deadlock unless they start together. On gloo a
-    batch has been seen to hang.
-    """
-    return backend.endswith("nccl")
+    # gloo sends from the CPU only
+    return {d: backend for d, backend in pairs.items() if d == "cpu" or backend[-4:] != "gloo"}

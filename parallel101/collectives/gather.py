@@ -9,15 +9,14 @@ rank 2  [c]        [     ]         passes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.blocks import Blocks, flat_of
+from parallel101.collectives.checks import Sizes, nothing, prepare
 from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.tree import path, subtree
-from parallel101.mesh import GroupLike
 
 
 def flat(blocks: Blocks, root: int, comm: Comm) -> None:
@@ -48,15 +47,7 @@ def binomial(blocks: Blocks, root: int, comm: Comm) -> None:
 ALGORITHMS = {f.__name__: f for f in (flat, binomial)}
 
 
-def gather(
-    x: Tensor,
-    dst: int = 0,
-    dim: int = 0,
-    *,
-    group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> Tensor:
+def gather(x: Tensor, dst: int = 0, dim: int = 0, *, sizes: Sizes = None, **options: Any) -> Tensor:
     """Return the shards of all ranks joined along `dim`, at the root, and elsewhere nothing.
 
     `dst` is the root's position in the group, not its global rank. Moves values only;
@@ -64,18 +55,15 @@ def gather(
     Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice,
     and experience" (2007), section 4.
     """
-    call = prepare("gather", x, group, algorithm, ALGORITHMS, dst=dst, dim=dim, shards=sizes)
+    own = {"dst": dst, "dim": dim, "shards": sizes}
+    call = prepare("gather", x, own, ALGORITHMS, **options)
     if call is None:
         return nothing(x)
-    x, comm, dim = call.x, call.comm, call.dim
-    elements = [size * row_of(x, dim) for size in call.sizes]
-    mine = flat_of(x, dim)
-    if comm.rank == dst:
-        blocks = Blocks(x.new_empty(sum(elements)), elements)
+    mine = flat_of(call.x, call.dim)
+    if call.comm.rank == dst:
+        blocks = Blocks(mine.new_empty(call.total), call.elements)
         blocks[dst].copy_(mine)
     else:
-        blocks = Blocks(mine, elements, first=comm.rank)
-    call.run(blocks, dst, comm)
-    if comm.rank != dst:
-        return nothing(x)
-    return shaped(blocks.flat, [*x.shape[:dim], sum(call.sizes), *x.shape[dim + 1 :]], dim)
+        blocks = Blocks(mine, call.elements, first=call.comm.rank)
+    call.run(blocks, dst, call.comm)
+    return call.shaped(blocks.flat, sum(call.sizes)) if call.comm.rank == dst else nothing(x)

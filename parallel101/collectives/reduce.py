@@ -10,6 +10,8 @@ rank 2  [c]        [     ]     a chain, reduce-scatter + gather: the array is sp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,6 @@ from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
 from parallel101.collectives.reductions import Reduction
 from parallel101.collectives.segments import segments_of
 from parallel101.collectives.tree import path
-from parallel101.mesh import GroupLike
 
 
 def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
@@ -90,15 +91,7 @@ def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Te
 ALGORITHMS = {f.__name__: f for f in (flat, binomial, pipelined_chain, reduce_scatter_gather)}
 
 
-def reduce(
-    x: Tensor,
-    dst: int = 0,
-    op: str = "sum",
-    *,
-    group: GroupLike = None,
-    algorithm: str = "auto",
-    segment_bytes: int | None = None,
-) -> Tensor:
+def reduce(x: Tensor, dst: int = 0, op: str = "sum", **options: Any) -> Tensor:
     """Return the arrays of all ranks combined by `op`, at the root, and elsewhere nothing.
 
     `dst` is the root's position in the group, not its global rank. Moves values only;
@@ -106,9 +99,7 @@ def reduce(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.4.
     """
-    call = prepare(
-        "reduce", x, group, algorithm, ALGORITHMS, dst=dst, op=op, segment_bytes=segment_bytes
-    )
+    call = prepare("reduce", x, {"dst": dst, "op": op}, ALGORITHMS, **options)
     if call is None:
         return nothing(x)
     x, comm = call.x, call.comm

@@ -10,18 +10,18 @@ all_gather.py in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.blocks import Blocks, flat_of
+from parallel101.collectives.checks import Sizes, nothing, prepare
 from parallel101.collectives.comm import Comm, blocking, wait_all
 from parallel101.collectives.power_of_two import nearest_power_of_two, reduce_to_core
 from parallel101.collectives.reductions import Reduction
 from parallel101.collectives.torus import reduce_scatter as torus
-from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iterator[None]:
@@ -132,13 +132,7 @@ ON_A_MESH = {"torus": torus}
 
 
 def reduce_scatter(
-    x: Tensor,
-    dim: int = 0,
-    op: str = "sum",
-    *,
-    group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
+    x: Tensor, dim: int = 0, op: str = "sum", *, sizes: Sizes = None, **options: Any
 ) -> Tensor:
     """Return this rank's block, along `dim`, of the arrays of all ranks combined by `op`.
 
@@ -147,17 +141,13 @@ def reduce_scatter(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.3.
     """
-    call = prepare(
-        "reduce_scatter", x, group, algorithm, ALGORITHMS, ON_A_MESH, dim=dim, op=op, blocks=sizes
-    )
+    own = {"dim": dim, "op": op, "blocks": sizes}
+    call = prepare("reduce_scatter", x, own, ALGORITHMS, ON_A_MESH, **options)
     if call is None:
         return nothing(x)
-    x, comm, dim = call.x, call.comm, call.dim
+    comm, blocks = call.comm, Blocks(flat_of(call.x, call.dim), call.elements)
     if comm.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    row = row_of(x, dim)
-    blocks = Blocks(flat_of(x, dim), [size * row for size in call.sizes])
-    out = x.new_empty(blocks.sizes[comm.rank])
+        return call.x.clone(memory_format=torch.contiguous_format)
+    out = call.x.new_empty(call.elements[comm.rank])
     call.run(blocks, out, call.reduction, comm)
-    call.reduction.finish(out, comm.size)
-    return shaped(out, [*x.shape[:dim], call.sizes[comm.rank], *x.shape[dim + 1 :]], dim)
+    return call.shaped(call.reduction.finish(out, comm.size), call.sizes[comm.rank])

@@ -7,15 +7,14 @@ rank 2  [     ]        [c]         passes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.blocks import Blocks, flat_of
+from parallel101.collectives.checks import Sizes, nothing, prepare
 from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.tree import path, subtree
-from parallel101.mesh import GroupLike
 
 
 def flat(blocks: Blocks, out: Tensor, root: int, comm: Comm) -> None:
@@ -44,13 +43,7 @@ ALGORITHMS = {f.__name__: f for f in (flat, binomial)}
 
 
 def scatter(
-    x: Tensor,
-    src: int = 0,
-    dim: int = 0,
-    *,
-    group: GroupLike = None,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
+    x: Tensor, src: int = 0, dim: int = 0, *, sizes: Sizes = None, **options: Any
 ) -> Tensor:
     """Return this rank's block of the root's array, which is split along `dim`.
 
@@ -59,15 +52,14 @@ def scatter(
     Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice,
     and experience" (2007), section 4.
     """
-    call = prepare("scatter", x, group, algorithm, ALGORITHMS, src=src, dim=dim, blocks=sizes)
+    own = {"src": src, "dim": dim, "blocks": sizes}
+    call = prepare("scatter", x, own, ALGORITHMS, **options)
     if call is None:
         return nothing(x)
-    x, comm, dim = call.x, call.comm, call.dim
-    elements = [size * row_of(x, dim) for size in call.sizes]
-    out = x.new_empty(elements[comm.rank])
-    if comm.rank == src:
-        blocks = Blocks(flat_of(x, dim), elements)
+    out = call.x.new_empty(call.elements[call.comm.rank])
+    if call.comm.rank == src:
+        blocks = Blocks(flat_of(call.x, call.dim), call.elements)
     else:
-        blocks = Blocks(out, elements, first=comm.rank)
-    call.run(blocks, out, src, comm)
-    return shaped(out, [*x.shape[:dim], call.sizes[comm.rank], *x.shape[dim + 1 :]], dim)
+        blocks = Blocks(out, call.elements, first=call.comm.rank)
+    call.run(blocks, out, src, call.comm)
+    return call.shaped(out, call.sizes[call.comm.rank])

@@ -36,10 +36,7 @@ def all_gather(blocks: Blocks, comm: Comm) -> None:
         return
     pieces = cut(blocks, len(routes))
     # so far only my own block is valid
-    parts = [
-        joined([piece[position] for position in route.order])
-        for piece, route in zip(pieces, routes)
-    ]
+    parts = joined(pieces, routes)
     at_once([gather_steps(part, route) for part, route in zip(parts, routes)])
     for piece, part, route in zip(pieces, parts, routes):
         for place, position in enumerate(route.order):
@@ -52,10 +49,7 @@ def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> No
     Begin with each part's last axis, where its share is largest.
     """
     routes = routes_of(comm)
-    parts = [
-        joined([piece[position] for position in route.order])
-        for piece, route in zip(cut(blocks, len(routes)), routes)
-    ]
+    parts = joined(cut(blocks, len(routes)), routes)
     outs = out.split(split_sizes(out.numel(), len(routes)))
     at_once([scatter_steps(part, out, op, route) for part, out, route in zip(parts, outs, routes)])
 
@@ -69,9 +63,8 @@ def all_to_all(
     """
     axes = [axis for axis, length in enumerate(comm.shape) if length > 1] or [0]
     parts = [list(pieces) for pieces in cut(outgoing, len(axes))]
-    at_once(
-        [exchange_steps(part, axes[i:] + axes[:i], i, count, comm) for i, part in enumerate(parts)]
-    )
+    orders = [axes[i:] + axes[:i] for i in range(len(axes))]
+    at_once([exchange_steps(parts[i], order, i, count, comm) for i, order in enumerate(orders)])
     for pieces, part in zip(cut(incoming, len(axes)), parts):
         for piece, arrived in zip(pieces, part):
             piece.copy_(arrived)
@@ -79,14 +72,14 @@ def all_to_all(
 
 def cut(blocks: Blocks, parts: int) -> list[tuple[Tensor, ...]]:
     """Return every block cut into `parts` pieces, by part and position."""
-    return list(
-        zip(*(blocks[i].split(split_sizes(size, parts)) for i, size in enumerate(blocks.sizes)))
-    )
+    pieces = (blocks[i].split(split_sizes(size, parts)) for i, size in enumerate(blocks.sizes))
+    return list(zip(*pieces))
 
 
-def joined(pieces: Sequence[Tensor]) -> Blocks:
-    """Return a copy of the pieces, one after the other."""
-    return Blocks(torch.cat(list(pieces)), [piece.numel() for piece in pieces])
+def joined(pieces: Sequence[tuple[Tensor, ...]], routes: Sequence[Route]) -> list[Blocks]:
+    """Return a copy of each part's pieces, one after the other in the order of its route."""
+    ordered = [[piece[i] for i in route.order] for piece, route in zip(pieces, routes)]
+    return [Blocks(torch.cat(part), [piece.numel() for piece in part]) for part in ordered]
 
 
 # ── The route of one part
@@ -108,12 +101,8 @@ class Route(NamedTuple):
         found, width = [], 1
         for line in self.lines:
             first = self.place // (width * line.size) * (width * line.size)
-            found.append(
-                (
-                    line,
-                    [slice(first + i * width, first + (i + 1) * width) for i in range(line.size)],
-                )
-            )
+            starts = [first + i * width for i in range(line.size)]
+            found.append((line, [slice(start, start + width) for start in starts]))
             width *= line.size
         return found
 
@@ -129,11 +118,7 @@ def routes_of(comm: Comm) -> list[Route]:
                 line, stride = comm.along(axis), math.prod(comm.shape[axis + 1 :])
                 coordinates = range(line.size)[::direction]
                 lines.append(line.in_order(coordinates))
-                order = [
-                    position + stride * coordinate
-                    for coordinate in coordinates
-                    for position in order
-                ]
+                order = [i + stride * c for c in coordinates for i in order]
             routes.append(Route(lines, order, order.index(comm.rank)))
     return routes
 
@@ -183,26 +168,20 @@ def exchange_steps(
     sources, targets = [comm.rank] * comm.size, list(range(comm.size))  # of the block in each slot
     for axis in axes:
         line, stride = comm.along(axis), math.prod(comm.shape[axis + 1 :])
-        moving = [
-            [j for j in range(comm.size) if j // stride % line.size == place]
-            for place in range(line.size)
-        ]
-        for place, slots_of_place in enumerate(moving):
-            for j in slots_of_place:
-                sources[j] += (place - line.rank) * stride
-                targets[j] -= (place - line.rank) * stride
-        counts = [
-            split_sizes(count(source, target), len(axes))[part]
-            for source, target in zip(sources, targets)
-        ]
+        moving: list[list[int]] = [[] for _ in range(line.size)]  # slots, by place on the line
+        for j in range(comm.size):
+            place = j // stride % line.size
+            moving[place].append(j)
+            sources[j] += (place - line.rank) * stride
+            targets[j] -= (place - line.rank) * stride
+        whole = [count(source, target) for source, target in zip(sources, targets)]
+        counts = [split_sizes(n, len(axes))[part] for n in whole]
         inboxes, works = {}, list[Work]()
         for step in range(1, line.size):
             source, to = (line.rank - step) % line.size, (line.rank + step) % line.size
             inboxes[source] = slots[0].new_empty(sum(counts[j] for j in moving[source]))
-            works += [
-                line.irecv(inboxes[source], source),
-                line.isend(torch.cat([slots[j] for j in moving[to]]), to),
-            ]
+            outbox = torch.cat([slots[j] for j in moving[to]])
+            works += line.irecv(inboxes[source], source), line.isend(outbox, to)
         yield works
         for place, inbox in inboxes.items():
             for j, block in zip(moving[place], inbox.split([counts[j] for j in moving[place]])):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import parallel101 as p101
 from parallel101 import autograd, collectives
 from parallel101.collectives.auto import choose
-from parallel101.collectives.comm import backends_in, batches, comm_of
+from parallel101.collectives.comm import backends_in, comm_of
 from parallel101.mesh import group_of
 from tests.collectives.cases import (
     MOVING,
@@ -51,10 +51,10 @@ WRONG = [  # call, error, what its message must contain
     ("reduce_scatter(X.bool())", TypeError, "'sum' has no meaning for bool.*'max'"),
     ('all_reduce(X.cfloat(), "max")', TypeError, "'max' has no meaning for torch.complex64"),
     ('all_reduce(HALF, "mean")', TypeError, "'mean' has no meaning for torch.complex32"),
-    ("all_gather(X, 2)", ValueError, r"dim=2.*shape \(4, 6\).*expected a dim from -2 to 1"),
-    ("all_gather(X[0, 0])", ValueError, "0-dim.*reshape"),
-    ('scatter(X, dim="rows")', TypeError, "dim='rows'"),
-    ("all_gather(X, dim=True)", TypeError, "dim=True"),
+    ("all_gather(X, 2)", ValueError, r"dim=2.*shape \(4, 6\).*expected an int from -2 to 1"),
+    ("all_gather(X[0, 0])", ValueError, r"no dims.*x\.reshape"),
+    ('scatter(X, dim="rows")', ValueError, "dim='rows'"),
+    ("all_gather(X, dim=True)", ValueError, "dim=True"),
     ("all_to_all(X, 0, -3)", ValueError, "concat_dim=-3"),
     ("broadcast(X, 3)", ValueError, "src=3.*0 to 2"),
     ('all_reduce(X, algorithm="chain")', ValueError, "'chain' is unknown"),
@@ -75,13 +75,13 @@ WRONG = [  # call, error, what its message must contain
         "segment_bytes=4.0: expected an int",
     ),
     ("gather(X, -1)", ValueError, "dst=-1"),
-    ('reduce(X, "sum")', TypeError, "dst='sum'"),
+    ('reduce(X, "sum")', ValueError, "dst='sum'"),
     ("scatter(X, sizes=[1, 1, 1])", ValueError, r"sum to 3, but x has 4 along dim 0"),
-    ("reduce_scatter(X, sizes=[2, 2])", ValueError, "2 sizes.*each of the group's 3"),
-    ("gather(X, sizes=[4, 4, -4])", TypeError, "one for each rank, all 0 or more"),
+    ("reduce_scatter(X, sizes=[2, 2])", ValueError, r"=\[2, 2\].*each of the group's 3 ranks"),
+    ("gather(X, sizes=[4, 4, -4])", ValueError, "all 0 or more, one for each"),
     ("all_gather(X, sizes=[7, 7, 7])", ValueError, r"sizes=\[7, 7, 7\].*shape \(4, 6\)"),
-    ("all_gather(X, sizes=4)", TypeError, "sizes=4: expected a list"),
-    ("gather(X[:1], sizes=[True] * 3)", TypeError, "expected a list of sizes"),
+    ("all_gather(X, sizes=4)", ValueError, "sizes=4: expected a list"),
+    ("gather(X[:1], sizes=[True] * 3)", ValueError, "expected a list of sizes"),
     (
         "all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3])",
         ValueError,
@@ -311,12 +311,6 @@ def test_auto_always_finds_a_rule_that_the_operation_has():
                 assert choose(operation, "auto", table, nbytes, ranks) in table.values()
 
 
-def test_both_forms_of_an_operation_have_the_same_arguments():
-    for operation in collectives.TEXTBOOK:
-        values_only, differentiable = getattr(collectives, operation), getattr(autograd, operation)
-        assert inspect.signature(values_only) == inspect.signature(differentiable)
-
-
 def sent_from(device):
     with pytest.raises(
         ValueError,
@@ -333,13 +327,6 @@ def test_a_group_knows_the_devices_from_which_it_sends():
     assert backends_in("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
     assert backends_in("cpu:parallel101_gloo") == {"cpu": "parallel101_gloo"}
     assert backends_in("cuda:parallel101_nccl") == {"cuda": "parallel101_nccl"}
-
-
-def test_messages_start_in_batches_if_the_backend_is_nccl():
-    assert [
-        batches(backend)
-        for backend in ("gloo", "parallel101_gloo", "sim", "nccl", "parallel101_nccl")
-    ] == [False] * 3 + [True] * 2
 
 
 def test_gloo_says_that_it_cannot_send_from_a_gpu():

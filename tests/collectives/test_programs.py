@@ -94,7 +94,7 @@ def unlike_a_plain_tensor():
         yield torch.ones(4), "x is a FakeTensor"
     yield (
         distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
-        r"x is a DTensor: expected a plain tensor\. Call x\.to_local\(\)",
+        r"x is a DTensor .*: expected a plain, dense tensor.*x\.to_local\(\) on a DTensor",
     )
     yield (
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD),

@@ -158,7 +158,7 @@ def test_a_hot_expert_is_a_straggler_on_the_clock():
 WRONG = {  # what the error says of a choice and sizes
     "up to 3: expected for each row one of the 3 experts": ([0, 3], [2, 1]),
     "a choice of shape (1,)": ([0], [2, 1]),
-    "expected one for each of the group's 2 ranks": ([0, 1], [2]),
+    "one for each of the group's 2 ranks": ([0, 1], [2]),
 }
 
 
