@@ -5,11 +5,14 @@
 
 `training` runs on both sides. After each gradient is compared, both go on from that of one process,
 and after each update from its weights: Adam turns the rounding of a zero gradient into a full step.
-Weights that are zero, such as LoRA's B or a head, are moved a little at the start, since they would
-hide what comes before them. The last loss is scaled, so that a hook that clamps only large
-gradients shows. If ranks update parts of tensors, the optimizer alone takes more steps, from
-gradients that are known: one may couple elements only after a warm-up, in every fifth step, or if
-gradients are suddenly large.
+So that less is hidden
+
+    weights    that are zero, such as LoRA's B or a head, are moved a little at the start
+    samples    are sorted in the second step: ranks' shares differ as much as they can
+    the loss   is scaled in the last step, for hooks that clamp only large gradients
+    updates    if ranks update parts of tensors, the optimizer alone takes more steps from gradients
+               that jump, and then some after its counters were moved ahead: it may couple elements
+               after a warm-up, or now and then
 
 Each rank finds how far its numbers are off, and the first rank judges (tolerance.py).
 """
@@ -19,17 +22,28 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.trainers.batches import Batch, call, cast, count_samples, join, map_tensors
+from parallel101.collectives import broadcast
+from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.batches import (
+    Batch,
+    call,
+    cast,
+    count_samples,
+    join,
+    map_tensors,
+    split,
+    tensors_of,
+)
 from parallel101.trainers.layout import SAMPLES, copied
 from parallel101.trainers.losses import NoTargets
 from parallel101.trainers.memory import readable
@@ -37,34 +51,28 @@ from parallel101.trainers.options import Trainer
 from parallel101.trainers.step import clip, compute_gradients, gradient_norm
 from parallel101.trainers.training_loop import evaluate_share, evaluation_mode
 from parallel101.trainers.verify.deterministic import deterministic
-from parallel101.trainers.verify.halves import problem_of_loss, problem_of_model
 from parallel101.trainers.verify.one_process import WholeModel
-from parallel101.trainers.verify.report import (
-    HINTS,
-    KINDS,
-    NOT_ELEMENTWISE,
-    NotEqualError,
-    Report,
-    Row,
-)
+from parallel101.trainers.verify.report import NOT_ELEMENTWISE, NotEqualError, Report, Row, hint
 from parallel101.trainers.verify.snapshot import Snapshot
 from parallel101.trainers.verify.tolerance import (
     Key,
     Numbers,
-    bounds,
     distance,
     jittered,
-    largest,
-    of_modules,
+    judge,
     without_zeros,
 )
 
-NOISE = 16  # how much larger a difference may be than rounding that is measured
-# How much more of the scaled step may be rounding. It is for what clamps large gradients, which
-# differs grossly, and the gradient of a matrix exponential gets less exact than its size says.
-LOOSE = 100
-# steps of the optimizer alone: by how much gradients grow before each
-MORE = (*(-1.1,) * 5, 100.0, -0.01, *(-1.1,) * 6)
+# what is left out if one process raises in it
+SORTED, EVALUATION, JUMPS, AHEAD = OPTIONAL = (
+    "the batch in another order",
+    "evaluation",
+    "the optimizer after jumps of gradients",
+    "the optimizer many steps later",
+)
+# by how much gradients grow before each step of the optimizer alone
+GROWTH = {JUMPS: (-1.1, 100.0, -0.01), AHEAD: (-1.1,) * 6}
+THOUSAND = 1000  # counters move to three steps before a multiple of it: of 2, 5, 10, 50, …, too
 LEAST_LR = 1e-3
 SCALE = 2.0**10  # of the last loss
 Share = tuple[Batch, Batch]
@@ -105,27 +113,33 @@ def compared(
 ) -> Report:
     """Compare, and leave traces."""
     agree, one, plan = trainer.agree, None, {}
-    if len(agree.ranks) > 1 and (words := messages_of_its_own(trainer.model)):
-        return Report(cause=words)
+    for name, module in trainer.model.named_modules():
+        if type(module).__module__.startswith("parallel101.layers.") and len(agree.ranks) > 1:
+            words = (
+                f"It can't be compared: {name!r}, a {type(module).__name__} of parallel101.layers, "
+                "sends messages to other ranks, and one process has none. Write the loop yourself; "
+                "or, if it has no weights, compare it yourself and pass verify=False."
+            )
+            return Report(cause=words)
     # of the ranks with the same samples, one gives them
     gives = all(axis in SAMPLES or not at for axis, at in trainer.axes.here.items())
-    shares = agree.objects(batch if gives else None, first_only=True)
+    shares = [share for share in agree.objects(batch if gives else None) if share is not None]
     start = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
     state = trainer.sharded_optimizer.state()
     if whole is not None:
-        shares = [share for share in shares if share is not None]
         one = OneProcess(trainer, whole, snapshot, shares, start, state)
         plan = one.train(steps, room)
     plan = agree.objects(plan)[0]
     if "instead" in plan:
         return Report(**plan["instead"])
-    share = map_tensors(lambda t: t[: plan["few"]], batch)
-    expected = one.expected if one else itertools.repeat(None)
-    sent = (agree.objects(numbers)[0] for numbers in expected)
-    go_on_from(trainer, {("update", name, 0): t for name, t in plan["moved"].items()})
+    place, shares = trainer.axes.place(SAMPLES), first_of(shares, plan["few"])
+    sent = (of_first(agree, numbers) for numbers in (one.expected if one else itertools.repeat({})))
+    go_on_from(trainer, next(sent))
     trainer.gradient_sync.publish()
+    trainer.verification.checks = True  # so that outputs are kept
     try:
-        far = differences(trainer, training(trainer, [share], plan), sent)
+        steps_here = training(trainer, [shares[place]], [sorted_samples(shares)[place]], plan)
+        far = differences(trainer, steps_here, sent)
     except (RuntimeError, ValueError) as error:  # on each rank that raises it
         if not SHAPES.search(str(error)):
             raise
@@ -134,9 +148,12 @@ def compared(
             f"{type(error).__name__} was raised: {str(error).splitlines()[0]}. {hint(trainer)}"
         )
         raise NotEqualError(Report(cause=words)) from error
+    cause = trainer.verification.problem_of_loss(trainer)
     of_ranks = agree.objects([(*key, difference) for key, difference in far.items()])
-    rows, cause = agree.objects(one.result(of_ranks) if one else None)[0]
-    return Report([Row(*row) for row in rows], cause=cause, note=plan["note"])
+    rows = [Row(*row) for row in agree.objects(one.result(of_ranks) if one else None)[0]]
+    if wrong := {row.what for row in rows if row.ratio > 1}:
+        cause = NOT_ELEMENTWISE if wrong == {"update"} else cause or hint(trainer)
+    return Report(rows, cause=cause, note=plan["note"])
 
 
 @dataclass
@@ -150,13 +167,16 @@ class OneProcess:
         shares: of the batch.
         start: parameters and buffers, by name.
         state: the optimizer's.
+
+    Attributes:
+        expected: weights that were moved at the start, and then what `training` yields.
     """
 
     trainer: Trainer
     whole: WholeModel
     snapshot: Snapshot
     shares: list[Share]
-    start: Mapping[str, Tensor]
+    start: dict[str, Tensor]
     state: Any
     expected: list[Numbers] = field(default_factory=list)
     eps = 0.0  # the coarsest rounding
@@ -166,14 +186,27 @@ class OneProcess:
         """Give a trainer of the whole model on this rank alone, inside."""
         self.snapshot.restore()
         alone = self.whole.trainer(self.trainer, change(self.start), self.state)
-        if len(self.shares) > 1:  # of different shapes
-            alone.runner.run = partial(run_in_turn, alone.runner.run)
         try:
             yield alone
         finally:
             for part in (alone.runner, alone):  # their cycles would keep weights in memory
                 part.__dict__.clear()
             self.snapshot.restore()
+
+    def training(self, alone: Trainer, change: Callable[[Any], Any] = lambda shares: shares) -> Any:
+        """Train on all shares together, or one after the other if shapes of samples differ."""
+        batches = change(self.shares), change(sorted_samples(self.shares))
+        run = alone.runner.run
+
+        def run_in_turn(inputs: Any, targets: Any, losses: Any) -> None:
+            for x, y in zip(inputs, targets):
+                run(x, y, losses)
+
+        try:
+            batches = [join(batches[0])], [join(batches[1])]
+        except ValueError:
+            alone.runner.run = run_in_turn
+        return training(alone, *batches, self.plan)
 
     def train(self, steps: int, room: float) -> dict[str, Any]:
         """Train in one process. Returns what every rank needs before it does the same; or
@@ -191,102 +224,62 @@ class OneProcess:
         needed *= sum(count_samples(inputs) for inputs, _ in self.shares)
         if needed > room:
             few = trainer.runner.microbatches
-            self.shares = [map_tensors(lambda t: t[:few], share) for share in self.shares]
             notes.append(
-                f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of "
-                f"one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, "
-                f"and there are {readable(room)}"
+                f"verified with {few} sample{'s' * (few > 1)} a rank only: all activations of one "
+                f"process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, and "
+                f"there are {readable(room)}"
             )
-        samples = sum(count_samples(inputs) for inputs, _ in self.shares)
-        with suppress(ValueError):  # samples of different shapes: one share after the other
-            self.shares = [join(self.shares)]
+        self.shares = first_of(self.shares, few)
         moved = without_zeros({name: self.start[name] for name in trainer.trained})
-        self.start = {**self.start, **moved}
-        self.plan = {
+        self.start |= moved
+        self.plan: dict[str, Any] = {
             "steps": steps,
-            "samples": samples,
+            "samples": sum(count_samples(inputs) for inputs, _ in self.shares),
             "few": few,
             "draws": True,  # random numbers, other than in nn.Dropout
-            "evaluates": True,
-            "more": bool(trainer.layout.cut_axes),
+            "parts": OPTIONAL if trainer.layout.cut_axes else OPTIONAL[:2],
         }
-        try:
-            with self.running() as alone:
-                self.expected += map(copied, training(alone, self.shares, self.plan, notes.append))
-        except (FloatingPointError, NoTargets) as error:
-            return {"instead": {"reason": f"in one process, {error}"}}
-        except Exception as error:
-            words = f"one process could not train on the whole batch ({type(error).__name__}"
-            return {"instead": {"cause": f"It can't be compared: {words}: {error})."}}
-        return {**self.plan, "moved": moved, "note": "\n".join(notes)}
+        while True:
+            self.expected = [{("update", name, 0): t for name, t in moved.items()}]
+            try:
+                with self.running() as alone:
+                    self.expected += map(copied, self.training(alone))
+                return {**self.plan, "note": "\n".join(notes)}
+            except Exception as error:
+                if (part := self.plan["part"]) in self.plan["parts"]:
+                    words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                    notes.append(f"{part} isn't compared: in one process it raises {words}")
+                    self.plan["parts"] = [other for other in self.plan["parts"] if other != part]
+                    continue
+                if isinstance(error, FloatingPointError | NoTargets):
+                    return {"instead": {"reason": f"in one process, {error}"}}
+                words = f"one process could not train on the whole batch ({type(error).__name__}"
+                return {"instead": {"cause": f"It can't be compared: {words}: {error})."}}
 
-    def result(self, of_ranks: Sequence[Any]) -> tuple[list[Row], str]:
-        """Return the largest of each difference over the ranks, beside its bound, and the cause. If
-        the bounds don't explain all, rounding is measured.
+    def result(self, of_ranks: Sequence[Any]) -> list[Row]:
+        """Return the largest of each difference over the ranks, beside its bound. If the bounds
+        don't explain all, rounding is measured.
         """
         far: dict[Key, float] = {}
         for *key, difference in itertools.chain(*of_ranks):
             far[tuple(key)] = max(difference, far.get(tuple(key), 0.0))
-        rows = self.judge(far, {})
+        expected = self.expected[1:]
+        judged = partial(judge, far, expected, self.start, self.eps, self.plan["steps"])
+        rows = judged({})
         if any(row.ratio > 1 and row.what != "update" for row in rows):
             change = partial(jittered, eps=self.eps)
             with self.running(change) as alone:
-                steps = training(alone, change(self.shares), self.plan)
-                noise = differences(alone, steps, map(change, self.expected))
-            rows = self.judge(far, noise)
-        wrong = {row.what for row in rows if row.ratio > 1}
-        if wrong and wrong != {"update"}:
-            return rows, self.explain() or hint(self.trainer)
-        return rows, NOT_ELEMENTWISE if wrong else ""
-
-    def judge(self, far: Mapping[Key, float], noise: Mapping[Key, float]) -> list[Row]:
-        """Return each difference beside its bound. `noise`: measured, or empty."""
-        rows, before, (fine, coarse) = list[Row](), dict(self.start), bounds(self.eps)
-        for numbers in self.expected:
-            sizes = of_modules({key: largest(t) for key, t in numbers.items()})
-            rounding = of_modules({key: noise.get(key, 0.0) for key in numbers})
-            # zero but for rounding, such as the gradient of a bias before a softmax
-            gradients = (size for key, size in sizes.items() if key[0] == "gradient")
-            zero = self.eps * max(gradients, default=0.0)
-            for key, t in numbers.items():
-                what, name, step = key
-                loose = LOOSE if step == self.plan["steps"] else 1
-                relative = loose * (coarse if noise else fine)
-                most = max(relative * sizes[key], NOISE * rounding[key])
-                if what == "gradient":
-                    most += zero
-                elif what == "update" and t is not None:
-                    rounded = 2 * step * torch.finfo(t.dtype).eps * largest(t)
-                    most = fine * largest(t - before[name]) + rounded
-                    before[name] = t
-                elif what == "buffer" and t is not None and not t.is_floating_point():
-                    most = 0.0
-                difference = far.get(key, 0.0)
-                ratio = difference / most if most else math.inf if difference else 0.0
-                rows.append(Row(*key, difference, ratio))
-        return sorted(rows, key=lambda row: KINDS.index(row.what))
-
-    def explain(self) -> str:
-        """Return in words what mixes samples; "" if nothing does."""
-        loss_fn, (inputs, targets) = self.trainer.loss_fn, self.shares[0]
-        of_loss = Snapshot(loss_fn, skip=(self.trainer, self.trainer.model))
-        _, bound = bounds(self.eps)
-        with self.running() as alone, deterministic(alone):
-            outputs_of = partial(outputs, alone)
-            whole = outputs_of(map_tensors(torch.clone, inputs))
-            return problem_of_loss(
-                alone.loss_fn, whole, targets, bound, of_loss.restore
-            ) or problem_of_model(outputs_of, inputs, whole, bound)
+                rows = judged(
+                    differences(alone, self.training(alone, change), map(change, expected))
+                )
+        return rows
 
 
 # ── of any trainer, the layout's or that of one process ──
 
 
 def training(
-    trainer: Trainer,
-    shares: Sequence[Share],
-    plan: dict[str, Any],
-    note: Callable[[str], object] | None = None,
+    trainer: Trainer, shares: Sequence[Share], resorted: Sequence[Share], plan: dict[str, Any]
 ) -> Iterator[dict[Key, Any]]:
     """Take steps, and yield loss, norm, gradients and buffers; weights; and so on.
 
@@ -294,20 +287,20 @@ def training(
 
     Args:
         shares: of the batch, one after the other.
-        plan: as `OneProcess.train` returns it.
-        note: is told why there is no evaluation, in one process.
+        resorted: of the second step.
+        plan: as `OneProcess.train` returns it. Its "part" is what runs now.
     """
     steps: int = plan["steps"]
     for group in trainer.optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR  # a warm-up may begin at 0, and every update would be right
     for step in range(1, steps + 1):
+        plan["part"] = SORTED if step == 2 else "a step"
         scaled = step == steps > 1 and trainer.precision.weights != torch.float16
         trainer.gradient_sync.scale = scale = SCALE if scaled else 1.0
+        used = resorted if plan["part"] in plan["parts"] else shares
         # which may be changed in place
-        inputs, targets = map_tensors(
-            torch.clone, shares[0] if len(shares) == 1 else (*zip(*shares),)
-        )
+        inputs, targets = map_tensors(torch.clone, used[0] if len(used) == 1 else (*zip(*used),))
         with deterministic(trainer, plan["draws"]) as chance:
             loss = compute_gradients(trainer, inputs, targets, plan["samples"])
         plan["draws"] = plan["draws"] and chance.met
@@ -324,18 +317,22 @@ def training(
         yield numbers
         clip(trainer)
         yield from updated(trainer, step)
-    if plan["evaluates"]:
-        try:
-            evaluated = evaluate(trainer, shares)
-            yield {("evaluate", "", steps): torch.tensor(evaluated, dtype=torch.float64)}
-        except Exception as error:  # as the model raises it in eval mode, with any trainer
-            if note is None:
-                raise
-            plan["evaluates"] = False
-            words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            note(f"evaluation isn't compared: in one process it raises {words}")
-    if plan["more"]:
-        yield from updated(trainer, steps + len(MORE), MORE)
+    if EVALUATION in plan["parts"]:
+        plan["part"] = EVALUATION
+        with torch.no_grad(), evaluation_mode(trainer), deterministic(trainer, plan["draws"]):
+            parts = [evaluate_share(trainer, *map_tensors(torch.clone, share)) for share in shares]
+        sums, of_weights = trainer.agree.numbers(*map(math.fsum, zip(*parts)))
+        mean = math.fsum(sums) / math.fsum(of_weights)
+        yield {("evaluate", "", steps): torch.tensor(mean, dtype=torch.float64)}
+    for part, growth in GROWTH.items():
+        if part in plan["parts"]:
+            before, steps = numbers_of(trainer.optimizer), steps + len(growth)
+            plan["part"] = part
+            yield from updated(trainer, steps, growth)
+            for numbers, key, number in before:
+                now = number + len(growth)
+                if numbers.get(key) == now:  # it counts steps
+                    numbers[key] += 2 * THOUSAND - 3 - int(now) % THOUSAND
 
 
 def updated(
@@ -352,6 +349,17 @@ def updated(
         trainer.optimizer.step()
     yield {("update", name, step): p.detach() for name, p in owned.items()}
     trainer.gradient_sync.publish()
+
+
+def numbers_of(optimizer: Any) -> list[tuple[dict[Any, Any], Any, float]]:
+    """Return single numbers that an optimizer keeps, each with its dict and key."""
+    held = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+    return [
+        (numbers, key, float(value))
+        for numbers in held
+        for key, value in numbers.items()
+        if type(value) is int or (isinstance(value, Tensor) and not value.dim())
+    ]
 
 
 def differences(
@@ -385,23 +393,42 @@ def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
             p.grad = None if part is None else part.to(p.grad_dtype or p.dtype, copy=True)
 
 
-def evaluate(trainer: Trainer, shares: Sequence[Share]) -> float:
-    """Return the loss in evaluation mode."""
-    with torch.no_grad(), evaluation_mode(trainer), deterministic(trainer):
-        parts = [evaluate_share(trainer, *map_tensors(torch.clone, share)) for share in shares]
-    sums, of_weights = trainer.agree.numbers(*map(math.fsum, zip(*parts)))
-    return math.fsum(sums) / math.fsum(of_weights)
+def of_first(agree: Agreement, numbers: Numbers) -> Numbers:
+    """Return the first rank's numbers on every rank, where others give {}: in two messages, of
+    which one has the memory of all tensors.
+    """
+    if len(agree.ranks) == 1:
+        return numbers
+    told = [(*key, t is not None and (str(t.dtype)[6:], *t.shape)) for key, t in numbers.items()]
+    received = dict(numbers)
+    for *key, kind in agree.objects(told)[0]:
+        if tuple(key) not in numbers:
+            dtype, *shape = kind or ("uint8", 0)
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=agree.device)
+            received[tuple(key)] = empty if kind else None
+    tensors = [t.reshape(-1).view(torch.uint8) for t in received.values() if t is not None]
+    if tensors:
+        data = broadcast(torch.cat(tensors).to(agree.device), 0, group=agree.group)
+        for t, part in zip(tensors, data.split([len(t) for t in tensors])):
+            t.copy_(part)
+    return received
 
 
-def outputs(trainer: Trainer, inputs: Batch) -> Any:
-    """Return the outputs of a model that is not cut."""
-    with torch.no_grad(), trainer.precision.forward(trainer.device):
-        return call(trainer.model, cast(inputs, trainer.precision.weights))
+def first_of(shares: list[Share], few: int | None) -> list[Share]:
+    """Return the first few samples of each share; None: all."""
+    return [map_tensors(lambda t: t[:few], share) for share in shares]
 
 
-def run_in_turn(run: Callable[..., None], inputs: Any, targets: Any, losses: Any) -> None:
-    for x, y in zip(inputs, targets):
-        run(x, y, losses)
+def sorted_samples(shares: list[Share]) -> list[Share]:
+    """Return shares of the same sizes with all samples, in the order of their means; the same
+    shares if the shapes of samples differ.
+    """
+    with suppress(ValueError):
+        whole = join(shares)
+        first = tensors_of(whole)[0]
+        order = first.real.double().reshape(len(first), -1).mean(1).argsort(stable=True)
+        return split(map_tensors(lambda t: t[order], whole), [count_samples(s) for s in shares])
+    return shares
 
 
 def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
@@ -420,21 +447,3 @@ def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
         call(trainer.model, sample)
     weights = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
     return float(sum(n for at, n in nbytes.items() if at not in weights)), max(eps)
-
-
-def hint(trainer: Trainer) -> str:
-    """Return what is special on the layout's first axis of which something is to be said."""
-    sizes = trainer.axes.sizes.items()
-    return next((HINTS[axis] for axis, size in sizes if size > 1 and axis in HINTS), "")
-
-
-def messages_of_its_own(model: nn.Module) -> str:
-    """Return why a model with modules of parallel101.layers is refused; "" without any."""
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("parallel101.layers."):
-            return (
-                f"It can't be compared: {name!r}, a {type(module).__name__} of parallel101.layers, "
-                "sends messages to other ranks, and one process has none. Write the loop yourself; "
-                "or, if it has no weights, compare it yourself and pass verify=False."
-            )
-    return ""

@@ -1,6 +1,6 @@
 """One process: a trainer on one rank, of the whole model as it was before it was cut.
 
-before the cut    the first rank notes what __dict__ of every module holds
+before the cut    the first rank notes what the dicts of every module hold
 trainer()         the same modules have it again: model, loss_fn and hooks find whole weights,
                   and everything else as it is now; a Snapshot puts the cut model back
 """
@@ -14,12 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel101.trainers.layout import Axes
+from parallel101.trainers.layout import Axes, copied
 from parallel101.trainers.options import Options, Trainer
 
-TENSORS, HOOKS = ("_parameters", "_buffers", "_modules"), "_hooks"
 SHARED = ("clip_norm", "autocast", "precision", "gradient_dtype")  # options of both sides
-MISSING = object()
 
 
 class WholeModel:
@@ -34,7 +32,9 @@ class WholeModel:
     def __init__(self, model: nn.Module, options: Options, build: Callable[..., Trainer]):
         shared = {name: getattr(options, name) for name in SHARED}
         self.model, self.build = model, partial(build, verify=False, **shared)
-        self.noted = {module: noted(module) for module in model.modules()}
+        spaces = [vars(module) for module in model.modules()]
+        dicts = spaces + [d for space in spaces for d in space.values() if isinstance(d, dict)]
+        self.dicts = [(d, dict(d), dict(d)) for d in dicts]  # as they are; before; after
         self.parameters = dict(model.named_parameters())
         kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
         # of other stages they are freed, and the layout doesn't have them
@@ -43,13 +43,13 @@ class WholeModel:
         }
 
     def note_cut(self) -> None:
-        """Keep of what was noted the attributes that the trainer has changed by cutting the model,
-        each as it was and as it is.
-        """
-        for module, before in self.noted.items():
-            now = noted(module)
-            pairs = {k: (before.get(k, MISSING), now.get(k, MISSING)) for k in before | now}
-            self.noted[module] = {key: pair for key, pair in pairs.items() if differ(*pair)}
+        """Note what the cut has made of the model, and forget what it has left alone."""
+        noted = ((d, before, dict(d)) for d, before, _ in self.dicts)
+        self.dicts = [
+            (d, before, after)
+            for d, before, after in noted
+            if list(before) != list(after) or any(before[key] is not after[key] for key in before)
+        ]
 
     def free(self) -> None:
         """Free the memory of weights that the cut model doesn't have."""
@@ -66,8 +66,12 @@ class WholeModel:
             values: parameters and buffers, by name; of mixed precision, the master weights.
             state: the optimizer's whole state and groups, as `ShardedOptimizer.state` gives them.
         """
-        for module, changed in self.noted.items():
-            undo_cut(vars(module), changed)
+        for d, before, after in self.dicts:  # what came or changed after the cut stays
+            now = dict(d)
+            same = {k: now[k] for k, v in before.items() if k in now and after.get(k) is v}
+            d.clear()
+            d.update(before | same | {key: now[key] for key in now if key not in after})
+        for module in self.model.modules():
             if isinstance(module, nn.SyncBatchNorm):  # nobody would answer this rank
                 vars(module)["forward"] = MethodType(nn.BatchNorm1d.forward, module)
         if type(self.model).forward is nn.Sequential.forward:
@@ -85,7 +89,7 @@ class WholeModel:
             for name, p in whole.items():
                 p.data = values[name].clone()
                 if name in state["state"]:
-                    of.optimizer.state[p] = dict(state["state"][name])
+                    of.optimizer.state[p] = copied(state["state"][name])
             return of.optimizer
 
         return self.build(optimizer, mesh=Axes(of.axes.along([]), {"dp": 1}))
@@ -95,32 +99,3 @@ def in_turn(modules: Any, *inputs: Any, **named: Any) -> Any:
     """Call one module after the other. A Sequential takes one input, and a pipeline several."""
     first, *others = modules
     return reduce(lambda outputs, module: module(outputs), others, first(*inputs, **named))
-
-
-# ── a module's __dict__, before and after ──
-
-
-def noted(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, with copies of the dicts of its tensors, modules and hooks."""
-    return {
-        key: dict(value) if key in TENSORS or key.endswith(HOOKS) else value
-        for key, value in vars(module).items()
-    }
-
-
-def differ(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) != list(b) or any(a[key] is not b[key] for key in a)
-    return a is not b
-
-
-def undo_cut(now: dict[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Undo the changes of the cut in a module's attributes. Hooks that came later stay."""
-    for key, (before, after) in changed.items():
-        if before is MISSING:
-            now.pop(key, None)
-        elif key.endswith(HOOKS):
-            later = {i: hook for i, hook in now[key].items() if i not in after}
-            now[key] = type(now[key])({**before, **later})
-        else:
-            now[key] = dict(before) if key in TENSORS else before

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from parallel101.trainers.layout import SAMPLES
+from parallel101.trainers.options import Trainer
+
 SHOWN = 5  # names of a kind
 KINDS = ("loss", "norm", "gradient", "buffer", "update", "evaluate")
 
@@ -140,3 +143,17 @@ HINTS = {
         "what forward does between them, for hooks on the model, and for weights in loss_fn."
     ),
 }
+OF_SAMPLES = (
+    "A rank, and a microbatch, has some of the samples. Look for what mixes them: statistics of the "
+    "batch (BatchNorm works with sync_batch_norm=True), what one forward leaves to the next, "
+    "samples that don't lie along dim 0 (a time-first LSTM, for example), a loss that is no mean "
+    "over samples (it may return (sum of losses, their weight)), or a hook that sees gradients "
+    "before they are summed."
+)
+
+
+def hint(trainer: Trainer) -> str:
+    """Return what is special on the layout's axes."""
+    hints = [words for axis, words in HINTS.items() if trainer.axes.sizes.get(axis, 1) > 1]
+    samples_are_cut = trainer.axes.size(SAMPLES) * trainer.runner.microbatches > 1
+    return "\n".join([*hints, OF_SAMPLES] if samples_are_cut else hints)

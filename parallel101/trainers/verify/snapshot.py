@@ -53,9 +53,11 @@ class Snapshot:
 
     def __init__(self, *roots: Any, skip: tuple[Any, ...] = ()):
         self.lost: set[str] = set()
-        self.undo = global_random_numbers()
+        self.undo = list[Callable[[], object]]()
         self.met: dict[int, Any] = {id(obj): obj for obj in skip}  # which keeps their ids
         self.memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        for generator in global_generators():
+            self.generator(generator)
         waiting = list(roots)
         while waiting:
             obj = waiting.pop()
@@ -88,7 +90,7 @@ class Snapshot:
         elif isinstance(obj, types.FunctionType):
             yield from self.function(obj)
         elif isinstance(obj, torch.Generator | random.Random) or root_of(type(obj)) == "numpy":
-            self.undo.extend(random_numbers(obj))
+            self.generator(obj)
         elif isinstance(obj, types.GeneratorType | io.IOBase) or hasattr(type(obj), "__next__"):
             self.lost.add(name_of(obj))
         elif looked_into(obj):
@@ -105,6 +107,18 @@ class Snapshot:
         if not t.is_meta and storage.nbytes() and storage._cdata not in self.memory:
             self.memory[storage._cdata] = storage, storage.clone()
         yield from (t.__dict__, gradient, hooks)
+
+    def generator(self, obj: Any) -> None:
+        """Keep a generator of random numbers, or an array of NumPy's."""
+        for get, put in GET_AND_SET:
+            if hasattr(obj, put):
+                self.undo.append(partial(getattr(obj, put), getattr(obj, get)()))
+                return
+        if hasattr(obj, "bit_generator"):
+            state = obj.bit_generator.state
+            self.undo.append(partial(setattr, obj.bit_generator, "state", state))
+        elif hasattr(obj, "flags") and obj.flags.writeable:
+            self.undo.append(partial(obj.__setitem__, ..., obj.copy()))
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
         yield from (function.__dict__, function.__defaults__, function.__kwdefaults__)
@@ -194,38 +208,14 @@ def looked_into(obj: Any) -> bool:
     return known or is_users(type(obj))
 
 
-# ── random numbers ──
-
-
-def global_random_numbers() -> list[Callable[[], object]]:
-    """Return what puts the random numbers of torch, Python and NumPy back to where they are now."""
-    states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-    ]
-    if torch.cuda.is_available():
-        states.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-    if numpy := sys.modules.get("numpy"):
-        states.append((numpy.random.get_state, numpy.random.set_state))
-    return [partial(put, get()) for get, put in states]
-
-
-def random_numbers(obj: Any) -> Iterator[Callable[[], object]]:
-    """Yield what puts a generator of random numbers back, or an array of NumPy's."""
-    if hasattr(obj, "bit_generator"):
-        yield partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
-    elif hasattr(obj, "flags"):
-        yield from [partial(obj.__setitem__, ..., obj.copy())] * obj.flags.writeable
-    for get, put in GET_AND_SET:
-        if hasattr(obj, put):
-            yield partial(getattr(obj, put), getattr(obj, get)())
+def global_generators() -> list[Any]:
+    """Return what has the global random numbers of torch, Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *gpus, random, *([numpy.random] if numpy else [])]
 
 
 def seed_all(seed: int) -> None:
     # what torch.manual_seed does: without a GPU, that writes down its callers each time
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
+    for generator in global_generators():
+        getattr(generator, "manual_seed", generator.seed)(seed)

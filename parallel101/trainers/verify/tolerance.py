@@ -9,32 +9,72 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel101.trainers.batches import map_tensors
+from parallel101.trainers.verify.report import KINDS, Row
 
 TERMS, SAFETY = 1000, 4
+NOISE = 16  # how much larger a difference may be than rounding that is measured
+# How much more of the scaled step may be rounding. It is for what clamps large gradients, which
+# differs grossly, and the gradient of a matrix exponential gets less exact than its size says.
+LOOSE = 100
 Key = tuple[str, str, int]  # what (loss, norm, gradient, …), of which tensor, in which step
 Numbers = Mapping[Key, Tensor | None]
 
 
-def bounds(eps: float) -> tuple[float, float]:
-    """Return how large relative differences may be, in the gradients' sums and in one number."""
+def judge(
+    differences: Mapping[Key, float],
+    expected: Iterable[Numbers],
+    start: Mapping[str, Tensor],
+    eps: float,
+    scaled_step: int,
+    noise: Mapping[Key, float],
+) -> list[Row]:
+    """Return each difference beside its bound.
+
+    Args:
+        expected: the numbers of one process.
+        start: its weights at the start.
+        eps: the coarsest rounding.
+        noise: differences by rounding that are measured, or empty.
+    """
+    rows, before = list[Row](), dict(start)
     fine = TERMS * min(eps, torch.finfo(torch.float32).eps)
-    return fine, max(fine, SAFETY * eps)
+    coarse = max(fine, SAFETY * eps) if noise else fine
+    for numbers in expected:
+        sizes = of_modules({key: largest(t) for key, t in numbers.items()})
+        rounding = of_modules({key: noise.get(key, 0.0) for key in numbers})
+        # zero but for rounding, such as the gradient of a bias before a softmax
+        zero = eps * max((n for key, n in sizes.items() if key[0] == "gradient"), default=0.0)
+        for key, t in numbers.items():
+            what, name, step = key
+            loose = LOOSE if step == scaled_step else 1
+            most = max(loose * coarse * sizes[key], NOISE * rounding[key])
+            if what == "gradient":
+                most += zero
+            elif what == "update" and t is not None:
+                rounded = 2 * step * torch.finfo(t.dtype).eps * largest(t)
+                most = fine * largest(t - before[name]) + rounded
+                before[name] = t
+            elif what == "buffer" and t is not None and not t.is_floating_point():
+                most = 0.0
+            far = differences.get(key, 0.0)
+            rows.append(Row(*key, far, far / most if most else math.inf if far else 0.0))
+    return sorted(rows, key=lambda row: KINDS.index(row.what))
 
 
 def of_modules(sizes: Mapping[Key, float]) -> dict[Key, float]:
     """Return for each number the largest of its kind in the same module."""
     most: dict[tuple[str, str], float] = defaultdict(float)
-    for (what, name, _), size in sizes.items():
-        module = what, name.rpartition(".")[0]
-        most[module] = max(size, most[module])
-    return {key: most[key[0], key[1].rpartition(".")[0]] for key in sizes}
+    modules = {key: (key[0], key[1].rpartition(".")[0]) for key in sizes}
+    for key, size in sizes.items():
+        most[modules[key]] = max(size, most[modules[key]])
+    return {key: most[modules[key]] for key in sizes}
 
 
 def largest(t: Tensor | None) -> float:

@@ -72,8 +72,8 @@ class Verification:
 
     def before_step(self, trainer: Trainer, inputs: Batch, targets: Batch) -> None:
         """Compare with one process, once. Raises NotEqualError."""
-        first, step = self.due, trainer.steps + 1
-        if first:
+        step = trainer.steps + 1
+        if self.due:
             with unrecorded():
                 note, room = self.room(trainer)
                 if not note:
@@ -84,7 +84,7 @@ class Verification:
             if note and trainer.position == 0:
                 print(note, flush=True)
             self.settle()
-        self.checks = self.comparable and (first or step & (step - 1) == 0)
+        self.checks = self.comparable and step & (step - 1) == 0
 
     def watch(self, trainer: Trainer, losses: Losses) -> None:
         """Let a step that begins keep the outputs of a microbatch if they are to be checked."""
@@ -97,12 +97,15 @@ class Verification:
         """Check before the optimizer's step. Raises NotEqualError or ValueError, on every rank."""
         if self.checks:
             with unrecorded():
-                self.check_loss(trainer)
+                if words := self.problem_of_loss(trainer):
+                    raise NotEqualError(Report(cause=words))
                 compare_copies(trainer)
         self.checks = False
 
-    def check_loss(self, trainer: Trainer) -> None:
-        """Raise NotEqualError, on every rank, if the loss of the kept outputs is no mean on one."""
+    def problem_of_loss(self, trainer: Trainer) -> str:
+        """Return why the loss of the outputs that a rank has kept is no mean, the same on every
+        rank; "" if it is one.
+        """
         kept, words = self.losses and self.losses.kept, ""
         self.losses = None
         if kept:
@@ -111,8 +114,7 @@ class Verification:
             with deterministic(trainer):
                 words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
             snapshot.restore()
-        if words := next(filter(None, trainer.agree.objects(words)), ""):
-            raise NotEqualError(Report(cause=words))
+        return next(filter(None, trainer.agree.objects(words)), "")
 
     # ── the comparison ──
 
