@@ -240,16 +240,19 @@ class HybridTrainer:
         Collective; nothing is changed or recorded. It takes about six steps of one process.
 
         Each step compares the loss, every gradient, their norm if `clip_norm` is set, buffers, and
-        the weights after the optimizer's step from equal gradients; the third scales the loss, and
-        evaluation is compared after it. If ranks update parts of tensors, the optimizer takes 13
-        more steps from known gradients, since some couple elements only after a warm-up, now and
-        then, or if gradients jump. The first rank computes all samples as one process does; the
-        others wait. Random numbers of torch are replaced by the middle of their distribution
-        meanwhile, learning rates of zero by one above zero, and weights of zero by small ones.
+        the weights after the optimizer's step from equal gradients; the second takes the samples in
+        another order, and the third scales the loss. Evaluation is compared after it. If ranks
+        update parts of tensors, the optimizer takes nine more steps from known gradients, the last
+        ones with its step counters moved ahead, since some couple elements only after a warm-up,
+        now and then, or if gradients jump. The first rank computes all samples as one process
+        does; the others wait. Random numbers of torch are replaced by the middle of their
+        distribution meanwhile, so how often a model draws isn't compared; learning rates of zero
+        are replaced by one above zero, and weights of zero by small ones.
         Afterwards everything is put back that can be: weights, optimizer, buffers, hooks, what
         modules, optimizer, loss_fn and the objects they refer to hold in attributes, closures and
         globals, and random numbers. Printing and other input and output isn't undone, nor are a
-        Python generator, an open file or an object of a C library.
+        Python generator, an iterator such as itertools.count, an open file or an object of a C
+        library.
 
         Args:
             inputs, targets: as for `step`.
@@ -259,9 +262,10 @@ class HybridTrainer:
         Raises NotEqualError, on every rank, with the report and, if it can be told, the cause; also
         if one process can't train on this batch. What a first batch does not show, it can't find:
         weights that are edited between steps, a layer that is unfrozen later, samples of a kind
-        that comes later. (In the first step and in steps 2, 4, 8, 16, … each rank checks that the
-        loss of its outputs is the weighted mean over two parts of them, and ranks along dp and cp
-        that their weights and buffers are still equal.)
+        that comes later, a branch on statistics of samples that all shares take alike. (In the
+        first step and in steps 2, 4, 8, 16, … each rank checks that the loss of its outputs is the
+        weighted mean over two parts of them, and ranks along dp and cp that their weights and
+        buffers are still equal.)
         """
         need_numbers(self, "verify")
         return self.verification.verify(self, inputs, targets)

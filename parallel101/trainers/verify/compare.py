@@ -24,7 +24,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -93,8 +92,9 @@ def compare(
     Raises NotEqualError, on every rank.
     """
     snapshot = Snapshot(trainer, whole)
+    one = None if whole is None else OneProcess(trainer, whole, snapshot, steps, room)
     try:
-        report = compared(trainer, whole, batch, steps, room, snapshot)
+        report = compared(trainer, one, batch)
     finally:
         snapshot.restore()
     trainer.agree.numbers(0.0)  # virtual ranks share objects: all have put them back
@@ -103,16 +103,9 @@ def compare(
     return report
 
 
-def compared(
-    trainer: Trainer,
-    whole: WholeModel | None,
-    batch: Share,
-    steps: int,
-    room: float,
-    snapshot: Snapshot,
-) -> Report:
+def compared(trainer: Trainer, one: OneProcess | None, batch: Share) -> Report:
     """Compare, and leave traces."""
-    agree, one, plan = trainer.agree, None, {}
+    agree, layout = trainer.agree, trainer.layout
     for name, module in trainer.model.named_modules():
         if type(module).__module__.startswith("parallel101.layers.") and len(agree.ranks) > 1:
             words = (
@@ -124,12 +117,9 @@ def compared(
     # of the ranks with the same samples, one gives them
     gives = all(axis in SAMPLES or not at for axis, at in trainer.axes.here.items())
     shares = [share for share in agree.objects(batch if gives else None) if share is not None]
-    start = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
+    start = layout.gather(trainer.parts, list(layout.entries), first_only=True)
     state = trainer.sharded_optimizer.state()
-    if whole is not None:
-        one = OneProcess(trainer, whole, snapshot, shares, start, state)
-        plan = one.train(steps, room)
-    plan = agree.objects(plan)[0]
+    plan = agree.objects(one.train(shares, start, state) if one else {})[0]
     if "instead" in plan:
         return Report(**plan["instead"])
     place, shares = trainer.axes.place(SAMPLES), first_of(shares, plan["few"])
@@ -156,7 +146,6 @@ def compared(
     return Report(rows, cause=cause, note=plan["note"])
 
 
-@dataclass
 class OneProcess:
     """What the first rank does: it computes the whole batch, and judges.
 
@@ -164,22 +153,18 @@ class OneProcess:
         trainer: the layout's.
         whole: its model.
         snapshot: to which this rank returns before it takes part in the layout.
-        shares: of the batch.
-        start: parameters and buffers, by name.
-        state: the optimizer's.
+        steps, room: see `compare`.
 
     Attributes:
         expected: weights that were moved at the start, and then what `training` yields.
+        eps: the coarsest rounding.
     """
 
-    trainer: Trainer
-    whole: WholeModel
-    snapshot: Snapshot
-    shares: list[Share]
-    start: dict[str, Tensor]
-    state: Any
-    expected: list[Numbers] = field(default_factory=list)
-    eps = 0.0  # the coarsest rounding
+    def __init__(
+        self, trainer: Trainer, whole: WholeModel, snapshot: Snapshot, steps: int, room: float
+    ):
+        self.trainer, self.whole, self.snapshot = trainer, whole, snapshot
+        self.steps, self.room = steps, room
 
     @contextmanager
     def running(self, change: Callable[[Any], Any] = lambda values: values) -> Iterator[Any]:
@@ -208,20 +193,26 @@ class OneProcess:
             alone.runner.run = run_in_turn
         return training(alone, *batches, self.plan)
 
-    def train(self, steps: int, room: float) -> dict[str, Any]:
+    def train(self, shares: list[Share], start: dict[str, Tensor], state: Any) -> dict[str, Any]:
         """Train in one process. Returns what every rank needs before it does the same; or
         "instead", what its report says.
+
+        Args:
+            shares: of the batch.
+            start: parameters and buffers, by name.
+            state: the optimizer's.
         """
-        trainer, few, notes = self.trainer, None, list[str]()
+        trainer, room, few, notes = self.trainer, self.room, None, list[str]()
+        self.start, self.state = start, state
         if lost := sorted(self.snapshot.lost):
             notes.append(f"verify has not put back what it can't: {', '.join(lost)}")
         with self.running() as alone:
-            needed, eps = kept_of_a_sample(alone, self.shares[0][0])
+            needed, eps = kept_of_a_sample(alone, shares[0][0])
         entries, precision = trainer.layout.entries, trainer.precision
         dtypes = [entries[name].dtype for name in trainer.trained]
         dtypes += filter(None, (precision.weights, precision.autocast))
         self.eps = max(eps, *(torch.finfo(dtype).eps for dtype in dtypes))
-        needed *= sum(count_samples(inputs) for inputs, _ in self.shares)
+        needed *= sum(map(count_samples, shares))
         if needed > room:
             few = trainer.runner.microbatches
             notes.append(
@@ -229,12 +220,12 @@ class OneProcess:
                 f"process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, and "
                 f"there are {readable(room)}"
             )
-        self.shares = first_of(self.shares, few)
-        moved = without_zeros({name: self.start[name] for name in trainer.trained})
-        self.start |= moved
+        self.shares = first_of(shares, few)
+        moved = without_zeros({name: start[name] for name in trainer.trained})
+        start |= moved
         self.plan: dict[str, Any] = {
-            "steps": steps,
-            "samples": sum(count_samples(inputs) for inputs, _ in self.shares),
+            "steps": self.steps,
+            "samples": sum(map(count_samples, self.shares)),
             "few": few,
             "draws": True,  # random numbers, other than in nn.Dropout
             "parts": OPTIONAL if trainer.layout.cut_axes else OPTIONAL[:2],
@@ -394,18 +385,14 @@ def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
 
 
 def of_first(agree: Agreement, numbers: Numbers) -> Numbers:
-    """Return the first rank's numbers on every rank, where others give {}: in two messages, of
-    which one has the memory of all tensors.
+    """Return the first rank's numbers on every rank, where others give {}: one message has the
+    memory of all tensors.
     """
-    if len(agree.ranks) == 1:
-        return numbers
-    told = [(*key, t is not None and (str(t.dtype)[6:], *t.shape)) for key, t in numbers.items()]
-    received = dict(numbers)
-    for *key, kind in agree.objects(told)[0]:
-        if tuple(key) not in numbers:
-            dtype, *shape = kind or ("uint8", 0)
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=agree.device)
-            received[tuple(key)] = empty if kind else None
+    kinds = [(*key, t if t is None else (str(t.dtype)[6:], *t.shape)) for key, t in numbers.items()]
+    told, received = agree.objects(kinds)[0], dict(numbers)
+    for *key, kind in () if numbers else told:
+        dtype = kind and getattr(torch, kind[0])
+        received[tuple(key)] = kind and torch.empty(kind[1:], dtype=dtype, device=agree.device)
     tensors = [t.reshape(-1).view(torch.uint8) for t in received.values() if t is not None]
     if tensors:
         data = broadcast(torch.cat(tensors).to(agree.device), 0, group=agree.group)

@@ -134,9 +134,9 @@ HINTS = {
         "Along tp a rank has some features between a column and a row layer: code there must act "
         "on each feature (or head) alone, write -1 where it counts them, or be given "
         'p101.column(heads="num_heads"). With sequence_parallel, every module between the cut '
-        "layers must act on each position alone. Else leave the layers out of the plan, or make "
-        "them 'column_gather'. What reads a weight that is cut (loss_fn, a hook, a moving average) "
-        "sees only a part of it: use trainer.state_dict() between the steps."
+        "layers must act on each position alone. Else leave them out of the plan, or make them "
+        "'column_gather'. What reads a cut weight (loss_fn, a hook, a moving average) sees a part "
+        "of it: use trainer.state_dict() between the steps."
     ),
     "pp": (
         "Along pp a rank calls some modules of .sequence(), and not the model's forward: look for "
@@ -144,7 +144,7 @@ HINTS = {
     ),
 }
 OF_SAMPLES = (
-    "A rank, and a microbatch, has some of the samples. Look for what mixes them: statistics of the "
+    "A rank, and a microbatch, has some samples. Look for what mixes them: statistics of the "
     "batch (BatchNorm works with sync_batch_norm=True), what one forward leaves to the next, "
     "samples that don't lie along dim 0 (a time-first LSTM, for example), a loss that is no mean "
     "over samples (it may return (sum of losses, their weight)), or a hook that sees gradients "
