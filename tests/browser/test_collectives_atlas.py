@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-import parallel101 as p101
-from parallel101.laboratory.publish.tools.recorded_collectives import LARGE, SMALL, Choice, record
+from parallel101.laboratory.publish.tools.recorded_collectives import Choice, record
 from parallel101.laboratory.record.units import human_bytes, human_seconds
 from tests.browser.browser import Browser
 
@@ -48,28 +44,10 @@ def choose(browser: Browser, menu: str, value: str) -> None:
     browser.choose(f"at('{menu}')", value)
 
 
-def recorded_anew(choice: Choice) -> list[str]:
-    """The facts of runs of the public function, whose array isn't scaled."""
-    operation, algorithm, ranks, network = choice
-    links = {"switch": p101.Network, "ring": p101.Network.ring}
-    links["torus"] = partial(p101.Network.torus, (2, 4))
-
-    def program() -> None:
-        numbers = SMALL // 8 // (ranks if operation == "all_gather" else 1)
-        group = init_device_mesh("cpu", (2, 4)) if algorithm == "torus" else None
-        x = torch.ones(numbers, dtype=torch.float64)
-        getattr(p101, operation)(x, algorithm=algorithm, group=group)
-
-    def run(latency: float, bandwidth: float) -> p101.Trace:
-        on = {"backend": "sim", "network": links[network](latency=latency, bandwidth=bandwidth)}
-        return p101.launch(program, world_size=ranks, trace=True, **on).trace
-
-    times = LARGE // SMALL
-    small, large = run(5e-6, 50e9), run(5e-6, 50e9 / times)
-    sent = [times * nbytes for nbytes in small.bytes_sent]
-    seconds = (human_seconds(trace.makespan) for trace in (large, small))
-    steps = run(1.0, float("inf")).makespan
-    return [f"{steps:g}", *seconds, human_bytes(max(sent)), human_bytes(sum(sent))]
+def facts(choice: Choice) -> list[str]:
+    found, _ = record(choice)
+    seconds = map(human_seconds, (found.seconds, found.seconds_small))
+    return [f"{found.steps:g}", *seconds, human_bytes(found.busiest), human_bytes(found.total)]
 
 
 CHOICES = (
@@ -83,12 +61,12 @@ CHOICES = (
 def test_facts_and_picture_are_those_of_a_run_recorded_anew(browser, atlas, choice):
     atlas(choice)
     place = f"document.querySelector('.shown [data-algorithm={choice.algorithm}]')"
-    facts = f"[...{place}.querySelectorAll('dd')].map(d => d.textContent)"
+    shown = f"[...{place}.querySelectorAll('dd')].map(d => d.textContent)"
     svg = "runs[key()].svg.map(number => elements[number]).join('')"
     name = f"{choice.operation}.{choice.algorithm}"
     scene = record(choice)[1]
     browser.do(
-        (facts, recorded_anew(choice)),
+        (shown, facts(choice)),
         (f"load('{name}').then(({{elements, runs}}) => {svg})", scene.svg(smil=True)),
         (COUNTS, [f"0 / {len(scene.stops)}"]),
     )

@@ -1,6 +1,5 @@
 """A lesson in a real JupyterLab: it runs without an error, its animation plays, its explorer runs
-again, and both keep their keys. Homework 1: write a wrong solution, check it, read the verdict,
-look at the picture, fix it, check again.
+again, and both keep their keys.
 
 LESSONS=all tries every lesson. `make test` tries a part of lesson 01, with an animation and an
 explorer; tests/lessons/test_run.py runs all lessons without JupyterLab.
@@ -45,12 +44,11 @@ DARK = """[...document.querySelectorAll('figure')].map(f =>
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a JupyterLab with settings and kernels of its own. It shows copies of the
-    lessons, part.ipynb and homework 1, and is stopped at the end, with its kernels.
+    lessons and part.ipynb, and is stopped at the end, with its kernels.
     """
     scratch = tmp_path_factory.mktemp("lab")
     leave_out = shutil.ignore_patterns(".*", "pictures", "__pycache__")
     shutil.copytree(LESSONS, scratch / "root", ignore=leave_out)
-    shutil.copytree(ROOT / "homework" / "hw1_moving", scratch / "root" / "hw1", ignore=leave_out)
     part = read("01_collectives")
     wanted = ("imports", "flat-broadcast-watch", "explorer-run")
     part.cells = [cell for cell in part.cells if cell.id in wanted]
@@ -177,47 +175,3 @@ def runs(notebook: Browser, control: str, *keys: str) -> None:
     notebook.do(*keys)
     new = f"(figure => figure?.dataset.mounted && !figure.old)({EXPLORER}.querySelector('figure'))"
     notebook.until(new, 60)
-
-
-SENDS_FIRST = """import torch
-import torch.distributed as dist
-
-
-def ring_shift(x):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    received = torch.empty(x.shape, dtype=x.dtype)
-    dist.send(x.contiguous(), (rank + 1) % n)
-    dist.recv(received, (rank - 1) % n)
-    return received
-"""
-OUTPUT = "document.querySelector('.p101g:has(.p101g-head)')"
-DRAWN = "document.querySelector('figure.p101 > div').shadowRoot"
-
-
-def save(browser: Browser, content: str) -> None:
-    """Save the learner's file as JupyterLab's editor does."""
-    model = json.dumps({"type": "file", "format": "text", "content": content})
-    contents = "jupyterapp.serviceManager.contents"
-    browser.js(f"{contents}.save('hw1/hw1.py', {model}).then(() => true)")
-
-
-def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(opened):
-    notebook = json.loads((ROOT / "homework" / "hw1_moving" / "hw1.ipynb").read_text("utf-8"))
-    place = next(i for i, cell in enumerate(notebook["cells"]) if cell["id"] == "shift-check")
-    browser = opened("hw1/hw1.ipynb")
-    save(browser, SENDS_FIRST)
-    execute(browser, "notebook:run-cell-and-select-next", place + 1)
-    browser.until(f"{OUTPUT}.innerText.includes('Everyone sends first.')", 60)
-    browser.until(f"{DRAWN}.querySelector('svg').textContent.includes('waits in send to rank')")
-    assert "line 8: dist.send(" in browser.js(f"{DRAWN}.querySelector('svg').textContent")
-    assert "0 of 10 points" in browser.js(f"{OUTPUT}.innerText")
-
-    save(browser, (ROOT / "tests" / "homework" / "hw1" / "reference.py").read_text("utf-8"))
-    execute(browser, "notebook:move-cursor-up")
-    execute(browser, "notebook:run-cell")
-    browser.until(f"{OUTPUT}.innerText.includes('10 of 10 points')", 60)
-    assert "The kernel still holds the version" in browser.js(f"{OUTPUT}.innerText")
-    browser.until(f"{FIGURE}.dataset.step")
-    browser.js(f"{DRAWN}.querySelector('.stage').focus()")
-    browser.key("ArrowRight")
-    browser.until(f"{FIGURE}.dataset.step == 1")

@@ -44,9 +44,8 @@ def some_schedule(draw: random.Random) -> Lists:
             "chunks": draw.choice([1, 2]),
         }
     made = p101.schedule(name, **size)
-    lists = [[*of_rank] for of_rank in made.actions]
-    if draw.random() < 0.5:
-        lists = [[*map(str, of_rank)] for of_rank in with_messages(made.ranks, made.placement)]
+    messages = with_messages(made.ranks, made.placement) if draw.random() < 0.5 else made.actions
+    lists = [[*map(str, of_rank)] for of_rank in messages]
     of_rank = draw.choice(lists)
     if draw.random() < 0.2 and len(of_rank) > 1:  # sometimes of a message, which can't overlap
         at = draw.randrange(len(of_rank) - 1)
@@ -185,8 +184,9 @@ def test_what_is_impossible_and_what_a_bubble_waits_for_is_said(browser, page):
     with_lists(browser, page, [["0F0", "0I0", "0F1", "0I1"], others])
     browser.js("choose(0, 'w0I1')")
     assert "Rank 0 waits from 6 to 9 for 1B1 on rank 1, which ends at 9" in browser.js(SAID)
-    browser.do(button("W", 0), (f"{LISTS}[0].join()", "0F0,0I0,0F1,0W0,0I1"), button("W", 0))
-    times = p101.Schedule([["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"], others]).time()
+    moved = ["0F0", "0I0", "0F1", "0W0", "0I1"]
+    browser.do(button("W", 0), (f"{LISTS}[0]", moved), button("W", 0))
+    times = p101.Schedule([[*moved, "0W1"], others]).time()
     browser.do((f"{ROWS}[0][1]", f"{times.makespan:g}"))
 
 
@@ -208,23 +208,18 @@ def test_an_action_is_dragged_with_the_mouse_and_chosen_with_a_finger(browser, p
 
 GAMES = """(() => {
     let seed = 7;
-    const random = n => (seed = (seed * 48271) % 2147483647) % n;
+    const random = n => (seed = (seed * 48271) % 2147483647) % n, any = l => l[random(l.length)];
     draw = () => {};
     return [...Array(40)].map(() => {
         state.ranks = 2 + random(2), state.microbatches = 1 + random(3);
-        state.stages = ["one", "loop", "v"][random(3)];
+        state.stages = any(["one", "loop", "v"]);
         state.lists = Array.from({ length: state.ranks }, () => []);
         build();
         for (let turn = 0; turn < 5000 && !complete(); turn++) {
-            const rank = random(state.ranks), stages = stagesOf(rank);
-            place(rank, stages[random(stages.length)], "FBIW"[random(4)]);
-            const names = state.lists[rank];
-            if (names.length && !random(3))
-                move(rank, names[random(names.length)], random(names.length));
-            if (names.length && !random(400)) {
-                chosen = { rank, id: `a${names[random(names.length)]}` };
-                remove();
-            }
+            const rank = random(state.ranks), names = state.lists[rank];
+            place(rank, any(stagesOf(rank)), any("FBIW"));
+            if (names.length && !random(3)) move(rank, any(names), random(names.length));
+            if (names.length && !random(400)) chosen = { rank, id: `a${any(names)}` }, remove();
         }
         return [state.lists, state.microbatches, placement(), address()]; }) })()"""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
 
 import pytest
 from bs4 import BeautifulSoup
@@ -18,19 +17,12 @@ OPENING = read_opening(LESSONS)
 ROUTES = {route["title"]: route for route in OPENING["routes"]}
 
 
-@cache
-def course() -> dict[str, Lesson]:
-    return {path.stem: Lesson.read(path, path.stem) for path in sorted(LESSONS.glob("*.ipynb"))}
-
-
-@cache
-def homework() -> dict[int, Lesson]:
-    found = homework_notebooks(LESSONS).items()
-    return {number: Lesson.read(path, path.parent.name) for number, path in found}
+COURSE = {path.stem: Lesson.read(path, path.stem) for path in sorted(LESSONS.glob("*.ipynb"))}
+HOMEWORK = {n: Lesson.read(p, p.parent.name) for n, p in homework_notebooks(LESSONS).items()}
 
 
 def minutes(part: dict) -> int:
-    lessons = [course()[name] for name in part["lessons"]]
+    lessons = [COURSE[name] for name in part["lessons"]]
     return sum(lesson.short if part["short"] else lesson.minutes for lesson in lessons)
 
 
@@ -38,24 +30,24 @@ def minutes(part: dict) -> int:
 def test_the_lessons_and_homework_of_a_route_exist_and_come_in_order(title):
     parts, taken = ROUTES[title]["parts"], list[str]()
     named = [name for part in parts for name in part["lessons"]]
-    assert named == sorted({*named}) and {*named} <= {*course()} and all(map(minutes, parts))
+    assert named == sorted({*named}) and {*named} <= {*COURSE} and all(map(minutes, parts))
     for part in parts:
         taken += part["lessons"]
         for number in part["homework"]:
             # a later lesson may ask for one more exercise of it
-            first, *_ = (name for name, lesson in course().items() if number in lesson.homework)
-            assert number in homework() and first in taken, f"{number} comes before {first}"
+            first = next(name for name, lesson in COURSE.items() if number in lesson.homework)
+            assert number in HOMEWORK and first in taken, f"{number} comes before {first}"
 
 
 def test_a_lecture_takes_75_minutes_and_a_term_has_everything():
     lecture, _, term = (route["parts"] for route in ROUTES.values())
     assert sum(map(minutes, lecture)) == 75 and max(map(minutes, term)) <= 75
-    assert [name for part in term for name in part["lessons"]] == [*course()]
-    assert [number for part in term for number in part["homework"]] == [*homework()]
+    assert [name for part in term for name in part["lessons"]] == [*COURSE]
+    assert [number for part in term for number in part["homework"]] == [*HOMEWORK]
 
 
 def test_the_short_way_of_a_lesson_names_its_sections():
-    names = [name for name, lesson in course().items() if lesson.short]
+    names = [name for name, lesson in COURSE.items() if lesson.short]
     assert names
     for name in names:
         text = f"\n{prose(name)}"
@@ -65,13 +57,13 @@ def test_the_short_way_of_a_lesson_names_its_sections():
 
 
 def shown(lessons: Sequence[Lesson], opening=OPENING, **options) -> BeautifulSoup:
-    html = index_page(lessons, homework=homework(), opening=opening, **options)
+    html = index_page(lessons, homework=HOMEWORK, opening=opening, **options)
     return BeautifulSoup(html, "html.parser")
 
 
 def test_the_index_opens_with_a_moving_picture_and_three_routes():
     cover = Cover("data:still", "data:moving", "a ring")
-    page = shown([*course().values()], covers={"01_collectives": cover})
+    page = shown([*COURSE.values()], covers={"01_collectives": cover})
     assert page.find("h1").find_next("a")["href"].startswith("https://arxiv.org")
     image = page.select_one("figure.moving img")
     assert (image["alt"], image["src"]) == ("a ring", "data:moving")
@@ -84,7 +76,7 @@ def test_the_index_opens_with_a_moving_picture_and_three_routes():
     assert "00 Ranks, the short way: 30\u00a0minutes" in lecture.get_text()
     assert "Day 1 00 Ranks, 01 Collectives: 130\u00a0minutes · Homework 1" in week.get_text()
     first, second, *_ = rows = term.select("tbody tr")
-    assert len(rows) == len(course())
+    assert len(rows) == len(COURSE)
     assert len(first.select("input")) == 1, "no homework in week 1"
     labels = [field["aria-label"] for field in second.select("input")]
     assert labels == ["Week 2, lecture", "Week 2, homework due"]
@@ -92,12 +84,12 @@ def test_the_index_opens_with_a_moving_picture_and_three_routes():
 
 
 def test_a_route_appears_only_if_all_its_lessons_have_a_page(tmp_path):
-    first, second, *_ = course().values()
+    first, second, *_ = COURSE.values()
     page = shown([first, second])
     assert [h.contents[0].strip() for h in page.select(".route h3")] == ["One lecture"]
     assert not page.select("script") and not shown([first]).select(".routes")
     assert read_opening(tmp_path) == {}, "a folder of other lessons has no routes"
-    assert not shown([*course().values()], {}).select(".routes, .moving, .opening")
+    assert not shown([*COURSE.values()], {}).select(".routes, .moving, .opening")
 
 
 def test_titles_are_escaped_and_an_address_is_quoted():

@@ -89,16 +89,6 @@ def test_steps_names_and_cells(case, n, clock):
     assert drawn == truth
 
 
-@pytest.mark.parametrize("n", [2, 5])
-def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
-    replay = replay_of(*recorded(p.ring_reduce_scatter, n, n, uneven=True))
-    for step in range(n - 1):
-        indices = replay.in_step(step)
-        landings = [x for i in indices for x in replay.landings[i]]
-        assert sorted(replay.messages[i].dst for i in indices) == list(range(n))
-        assert [(x.added, sum(x.carried)) for x in landings] == [(True, step + 1)] * n
-
-
 @pytest.mark.parametrize("n", [3, 8])
 def test_data_that_is_added_twice_and_data_that_is_missing_are_flagged(n):
     scene = drawn(TWICE, n, 2 * n)
@@ -276,16 +266,6 @@ def test_torchs_own_collectives_are_named():
     assert drawn == {(0, 0): (0, 1), (1, 0): (0, 1)}
 
 
-@pytest.mark.parametrize("n", [2, 5])
-def test_every_moment_of_a_picture_is_well_formed_and_small(n):
-    scene = drawn(p.ring_all_reduce, n, 2 * n)
-    for svg in [scene.svg(smil=True), *(scene.svg(scene.duration * k / 10) for k in range(11))]:
-        ET.fromstring(svg)
-    assert scene.stops[0].start > 0 and scene.stops[-1].end == scene.duration
-    assert all(x.end <= y.start for x, y in zip(scene.stops, scene.stops[1:], strict=False))
-    assert len(scene.html()) < 120_000
-
-
 def back_and_forth(x):
     rank, _ = me()
     for step in range(62):
@@ -301,7 +281,11 @@ def test_the_player_and_the_loop_have_the_same_duration(steps):
     trace, results = recorded(back_and_forth, 2, 1)  # each message takes a second
     beginning = Trace([event for event in trace.events if event.end <= steps], 2, "sim")
     scene = collective_scene(beginning, results)
-    assert len(scene.stops) == steps
+    assert len(scene.stops) == steps and len(scene.html()) < 80_000 + 4_000 * steps
+    for svg in (scene.svg(scene.duration * k / 10) for k in range(11)):
+        ET.fromstring(svg)
+    assert all(a.end <= b.start for a, b in zip(scene.stops, scene.stops[1:]))
+    assert not steps or (scene.stops[0].start > 0 and scene.stops[-1].end == scene.duration)
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
     duration = json.loads(re.search(r'"duration": ([\d.]+)', scene.html())[1])
     assert {float(dur) for dur in written} == ({duration} if steps else set())
@@ -390,8 +374,7 @@ def test_any_size_is_watched(n, numel):
 def test_shape_and_dtype_of_what_is_watched_and_a_function_that_returns_nothing():
     size = {"shape": (2, 3), "dtype": torch.float64, "backend": "sim"}
     run = p101.watch(lambda x: x.sum() * 0 + torch.tensor(x.shape), 2, **size)
-    assert [(result.tolist(), result.dtype) for result in run.results] == [
-        ([2, 3], torch.float64)
-    ] * 2
+    for result in run.results:
+        assert (result.tolist(), result.dtype) == ([2, 3], torch.float64)
     nothing = p101.watch(lambda x: p.broken_ring_all_reduce(x) and None, 2, numel=1, backend="sim")
     assert nothing.animate().title == "All-reduce on two ranks"

@@ -82,48 +82,39 @@ def test_an_all_reduce_along_one_axis_at_a_time_has_two_levels():
         assert collective_scene(*recorded(program, 8, 16)).title == f"{name} all-reduce"
 
 
-def held(by_kind):
-    return SimpleNamespace(
-        ranks=range(4), bytes={kind: [nbytes * 10**6] * 4 for kind, nbytes in by_kind.items()}
-    )
-
-
-def entries():
-    shard = {"tp": Shard(0, (32,) * 4)}
-    return {
-        f"layers.{i}.{name}.weight": Entry((128, 64), None, shard)
-        for i in range(2)
-        for name in ("query", "key", "value", "out", "up")
-    }
+KINDS = {"weights": 4, "gradients": 4, "optimizer state": 8, "gathered weights (peak)": 2}
+HELD = SimpleNamespace(ranks=range(4), bytes={k: [n * 10**6] * 4 for k, n in KINDS.items()})
+ENTRIES = {
+    f"layers.{i}.{name}.weight": Entry((128, 64), None, {"tp": Shard(0, (32,) * 4)})
+    for i in range(2)
+    for name in ("query", "key", "value", "out", "up")
+}
 
 
 GPIPE = counted(*[("F", i, 10) for i in range(12)], *[("B", i) for i in range(12)])
 STEP = [span(0, "step", 0.0, 4.0), span(1, "step", 0.0, 4.0), span(0, "forward", 1.0, 2.0, 1)]
+TWICE = partial(p.broken_ring_all_reduce, twice=(1, 1))
+
+
+def pipeline(name, stages, microbatches, chunks=1):
+    made = p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    return made.time().timeline()
+
+
 PICTURES = {
-    "memory": lambda: memory_scene(
-        {
-            name: held(
-                {"weights": 4, "gradients": 4, "optimizer state": 8, "gathered weights (peak)": 2}
-            )
-            for name in ("ZeRO-1", "ZeRO-3")
-        }
-    ),
+    "memory": lambda: memory_scene({"ZeRO-1": HELD, "ZeRO-3": HELD}),
     "loss": lambda: loss_scene({f"{n} ranks": [(0, 3.0), (9, 1e-3 * n)] for n in range(5)}),
-    "matrices": lambda: matrices_scene(entries()),
+    "matrices": lambda: matrices_scene(ENTRIES),
     "traffic": lambda: traffic_scene(recorded(p.ring_all_reduce, 4, 4)[0]),
     "before and after": lambda: p101.watch(p101.reduce_scatter, 4, backend="sim").before_after(),
     "axes": lambda: axes_scene(Trace(STEP, 2, "sim"), "step"),
     "no axes": lambda: axes_scene(Trace([], 16, "gloo")),
     "node": node_scene,
     "activations": lambda: activations_scene({"rank 10": GPIPE, "rank 11": ONE_F_ONE_B}),
-    "pipeline": lambda: p101.schedule("1f1b", stages=16, microbatches=32).time().timeline(),
-    "one microbatch": lambda: p101.schedule("1f1b", stages=1, microbatches=1).time().timeline(),
-    "five stages a rank": lambda: (
-        p101.schedule("interleaved", stages=8, microbatches=24, chunks=5).time().timeline()
-    ),
-    "wrong": lambda: p101.watch(
-        partial(p.broken_ring_all_reduce, twice=(1, 1)), 4, backend="sim"
-    ).before_after(),
+    "pipeline": lambda: pipeline("1f1b", 16, 32),
+    "one microbatch": lambda: pipeline("1f1b", 1, 1),
+    "five stages a rank": lambda: pipeline("interleaved", 8, 24, 5),
+    "wrong": lambda: p101.watch(TWICE, 4, backend="sim").before_after(),
 }
 
 

@@ -104,15 +104,14 @@ def test_several_schedules_share_one_time_axis():
 
 def test_numbers_of_interleaved_schedules_can_be_read_and_do_not_touch():
     """Two stages on each of four ranks, drawn below 1F1B: the narrowest boxes of lesson 07."""
-    pair = {
-        name: p101.schedule(name, stages=4, microbatches=8, chunks=chunks).time(*3 * [1 / chunks])
-        for name, chunks in (("1f1b", 1), ("interleaved", 2))
-    }
+    size = {"stages": 4, "microbatches": 8}
+    pair = {"1f1b": p101.schedule("1f1b", **size).time(1, 1, 1)}
+    pair["interleaved"] = p101.schedule("interleaved", **size, chunks=2).time(0.5, 0.5, 0.5)
     scene = pipeline_scene(pair)
     boxes, numbers = titled(scene, " of microbatch "), elements(scene, "text", "b .*c")
     assert len(numbers) == len(boxes) == 4 * 8 * 2 * 3
     for text, (left, right) in zip(numbers, map(place, boxes)):
-        assert 10 <= (size := float(text.get("font-size"))) < (right - left - 1.5) / 0.7, size
+        assert 10 <= float(text.get("font-size")) < (right - left - 1.5) / 0.7
 
 
 def test_stages_of_a_rank_differ_in_shade():
@@ -149,10 +148,8 @@ def step(begin, wait=0.0):
 @pytest.mark.parametrize("evaluated", [False, True], ids=["", "then evaluated"])
 @pytest.mark.parametrize("wait", [0.0, 0.5])
 def test_a_recorded_step(wait, evaluated):
-    after = [
-        span(rank, "forward", 40.0 + rank, 41.0 + rank, 9, microbatch=0, stage=rank)
-        for rank in range(2 * evaluated)
-    ]
+    after = [span(r, "forward", 40.0 + r, 41.0 + r, 9, microbatch=0, stage=r) for r in (0, 1)]
+    after *= evaluated
     trace = Trace([*step(0.0), *step(20.0, wait), *after], 2, "sim")
     for times in (recorded_times(trace), recorded_times(trace, "step")):
         assert (times.makespan, len(times.slots)) == (9.0, 5), "the last step only"
@@ -165,8 +162,9 @@ def test_a_recorded_step(wait, evaluated):
 
 
 def test_panels_of_one_record_are_chosen_by_spans():
-    events = [e._replace(name="slow") if e.name == "step" else e for e in step(0.0)]
-    events += [e._replace(name="fast") if e.name == "step" else e for e in step(20.0)]
+    events = []
+    for name, begin in (("slow", 0.0), ("fast", 20.0)):
+        events += [e._replace(name=name) if e.name == "step" else e for e in step(begin)]
     scene = pipeline_scene(Trace(events, 2, "sim"), "slow", "fast")
     assert {"slow", "fast"} <= set(texts(scene)) and len(titled(scene, " of microbatch ")) == 10
 
@@ -175,13 +173,14 @@ def test_panels_of_one_record_are_chosen_by_spans():
 def test_a_record_with_the_times_of_a_schedule_draws_what_was_planned(shape):
     planned, stages = planned_times(timed(*shape)), shape[1]
     group = EventGroup("pp", tuple(range(stages)), None)
-    events = [
-        span(s.rank, NAMES[s.kind], s.start, s.end, k, microbatch=s.microbatch, stage=s.stage)
-        for k, s in enumerate(planned.slots)
-    ]
-    for k, (src, dst, start, end) in enumerate(planned.messages):
-        for kind, rank, peer in (("send", src, dst), ("recv", dst, src)):
-            events.append(event(kind, rank, start, end, peer=peer, seq=k, group=group))
+    events = []
+    for k, s in enumerate(planned.slots):
+        labels = {"microbatch": s.microbatch, "stage": s.stage}
+        events.append(span(s.rank, NAMES[s.kind], s.start, s.end, k, **labels))
+    for k, (src, dst, *when) in enumerate(planned.messages):
+        more = {"seq": k, "group": group}
+        events.append(event("send", src, *when, peer=dst, **more))
+        events.append(event("recv", dst, *when, peer=src, **more))
     recorded = recorded_times(Trace(events, stages, "sim"))
     assert recorded.slots == planned.slots
     for rank in recorded.ranks:

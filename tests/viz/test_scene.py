@@ -11,9 +11,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from PIL import Image
 
-from parallel101.laboratory.analysis.chunks import letter
 from parallel101.laboratory.viz.palette import THEMES
-from parallel101.laboratory.viz.scene import Scene, Stop, box, value_at
+from parallel101.laboratory.viz.scene import Scene, Stop, value_at
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -103,11 +102,6 @@ def test_what_a_scene_cannot_do_is_said(scene, tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=said):
             wrong()
-
-
-def test_letters_and_boxes():
-    assert [letter(i) for i in (0, 7, 25, 26, 27, 52)] == ["a", "h", "z", "aa", "ab", "ba"]
-    assert box(1, 2.04, 3.5, 4) == "M1 2h3.5v4h-3.5z"
 
 
 @pytest.mark.parametrize("theme", THEMES)
