@@ -46,7 +46,7 @@ class ZeROGroup(NamedTuple):
     Attributes:
         groups: name → the ranks over which its gradient is summed, and anything else that all
             parameters of one array have in common.
-        live: counts the bytes of gathered weights.
+        live: counts the bytes of gathered weights and of gradients in flight.
         overlap: send and receive while this rank computes.
         algorithm: of all messages, which then run from beginning to end in one call. None:
             "direct", which goes on meanwhile.
@@ -132,7 +132,7 @@ class Flat:
         """Begin to fetch the other blocks; (n−1)/n of the bytes arrive."""
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
-            self.live.watch(self.whole)
+            self.live.watch("weights", self.whole)
         self.arriving = self.send(all_gather_async, all_gather, self.shard, self.whole)
 
     def wait(self) -> None:
@@ -187,6 +187,7 @@ class Flat:
                 parts.append(self.grad.new_zeros(size))
                 continue
             parts.append(dense_gradient(name, p).reshape(-1))
+            self.live.watch("gradients", p.grad)
             self.reached.add(name)
             p.grad = None
         if self.padding:
@@ -194,6 +195,8 @@ class Flat:
         gradients = parts[0]  # a single one is sent from the memory that it is in
         if len(parts) > 1 or self.whole_grad is not None:
             gradients = torch.cat(parts, out=self.whole_grad)
+        if self.whole_grad is None:
+            self.live.watch("gradients", gradients)
         out, self.summed = None if self.summed else self.grad, True
         return self.send(reduce_scatter_async, reduce_scatter, gradients, out)
 

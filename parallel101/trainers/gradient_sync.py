@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -165,8 +166,8 @@ def call_if_alive(method: weakref.WeakMethod, *args: Any) -> None:
 
 
 class LiveBytes:
-    """The bytes of gathered layers, which are alive only for a moment, as long as anything holds
-    their memory.
+    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as
+    anything holds their memory.
 
     gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
     leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
@@ -175,21 +176,31 @@ class LiveBytes:
     is gone.
 
     Attributes:
-        peak: the most bytes that were alive at once since `begin`.
+        peak: kind → the most bytes of it that were alive at once since `begin`.
     """
 
     def __init__(self) -> None:
-        self.alive: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
-        self.peak = 0
+        self.alive: dict[str, weakref.WeakSet[UntypedStorage]] = defaultdict(weakref.WeakSet)
+        self.peak: dict[str, int] = defaultdict(int)
 
     def begin(self) -> None:
-        """Forget the peak of the step before."""
-        self.peak = sum(storage.nbytes() for storage in self.alive)
+        """Forget the peaks of the step before."""
+        self.peak.clear()
+        for kind in self.alive:
+            self.note(kind)
 
-    def watch(self, tensor: Tensor) -> None:
+    def watch(self, kind: str, tensor: Tensor) -> None:
         """Count the memory of this tensor from now on."""
-        self.alive.add(tensor.untyped_storage())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
+        self.alive[kind].add(tensor.untyped_storage())
+        self.note(kind)
+
+    def note_gradient(self, name: str, p: nn.Parameter) -> None:
+        """Watch the gradient of a parameter, which is there now."""
+        self.watch("gradients", dense_gradient(name, p))
+
+    def note(self, kind: str) -> None:
+        now = sum(storage.nbytes() for storage in self.alive[kind])
+        self.peak[kind] = max(self.peak[kind], now)
 
 
 def by_size(

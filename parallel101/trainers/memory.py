@@ -98,7 +98,8 @@ def describe(trainer: Trainer) -> Holdings:
         held["master weights"] = owned.values()
     nbytes = {kind: storage_bytes(tensors) for kind, tensors in held.items()}
     if zero_stage := data.options.zero_stage:
-        nbytes["gathered (peak)"] = data.live.peak
+        nbytes["gathered (peak)"] = data.live.peak["weights"]
+        nbytes["gradients in flight (peak)"] = data.live.peak["gradients"]
     if trainer.activations is not None:
         nbytes["activations (peak)"] = trainer.activations.peak
     of_ranks = trainer.agree.objects(nbytes)

@@ -119,8 +119,8 @@ class ShardedTrainer(HybridTrainer):
             and stage 3 gathers for each. That is the price of their memory.
 
     Parameters that need no gradient, and buffers, stay whole on every rank. `describe()` also tells
-    the most bytes of gathered layers that were held at once in the last step. On stage 3 the
-    model's layers (see `layers_of`) are gathered one at a time; parameters
+    the most bytes that were held for a moment in the last step: gathered layers, and gradients in
+    flight. On stage 3 the model's layers (see `layers_of`) are gathered one at a time; parameters
     in none of them, or in several (tied weights), are whole for all of a forward and all of a
     backward. All ranks must use the layers in the same order, though each may leave some
     out, and a weight may be used only in the forward of a module that has it. Source: Rajbhandari

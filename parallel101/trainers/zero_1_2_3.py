@@ -23,6 +23,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -68,6 +69,8 @@ class ZeRO12(ZeRO):
         flats = [Flat(b, zero, weights=True, gradients=zero_stage == 1) for b in buckets]
         super().__init__(flats, zero)
         self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
+        for name, p in parameters.items():
+            p.register_post_accumulate_grad_hook(partial(zero.live.note_gradient, name))
         self.hooks = GradientHooks(buckets, self.send, zero.overlap)
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:

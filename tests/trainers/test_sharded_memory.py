@@ -60,6 +60,9 @@ def test_weights_gradients_and_optimizer_state_fall_to_one_nth():
         for stage, holdings in enumerate(by_stage[1:], 1):
             two_layers = 0 if stage < 3 else 2 * LAYER
             assert holdings.bytes["gathered (peak)"] == [two_layers] * n
+            # two layers' that leave and one's that is packed
+            for most in holdings.bytes["gradients in flight (peak)"]:
+                assert 0 < most <= 3.2 * LAYER
         words = "rank 1", "12 gradients, all-reduced in buckets during backward"
         assert all(word in str(by_stage[0]) for word in words)
         table = str(by_stage[3])
