@@ -430,7 +430,6 @@ class Monitor:
             processes = [rank.process for rank in self.ranks if rank.process is not None]
             for process in processes:
                 at_last.callback(process.close)
-            for process in processes:
                 kill(process)
             if processes:
                 self._listen_until(lambda: all(rank.ended for rank in self.ranks), 5.0)

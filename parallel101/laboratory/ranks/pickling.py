@@ -181,13 +181,15 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         kind = getattr(sys.modules.get(module), name, None)
-        if module.startswith("parallel101.") and _only_holds(kind):
+        own = module.startswith("parallel101.") and isinstance(kind, type)
+        # it only holds values, as a trainer's History or a Call does
+        if own and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple)):
             return kind
         allowed = [each if isinstance(each, tuple) else (each, "") for each in get_safe_globals()]
-        own = (*HARMLESS, *OWN_ERRORS, _tensor, _storage, _exception, *_numpys_own())
+        made = (*HARMLESS, *OWN_ERRORS, _tensor, _storage, _exception, *_numpys_own())
         listed = torch_private.made_by_weights_only() | {
             name or f"{kind.__module__}.{kind.__qualname__}": kind
-            for kind, name in [*allowed, *((kind, "") for kind in own)]
+            for kind, name in [*allowed, *((kind, "") for kind in made)]
         }
         if (full := f"{module}.{name}") not in listed:
             raise pickle.UnpicklingError(
@@ -195,12 +197,6 @@ class _PlainUnpickler(pickle.Unpickler):
                 f"before the launch by torch.serialization.add_safe_globals([{name}])"
             )
         return listed[full]
-
-
-def _only_holds(kind: Any) -> bool:
-    """Return whether a class only holds values, such as a trainer's History or a Call."""
-    holds = dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
-    return isinstance(kind, type) and holds
 
 
 def _numpys_own() -> Iterator[Any]:

@@ -59,19 +59,16 @@ class Rendezvous:
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
-            self.file = os.memfd_create("parallel101")
-            self.path = f"/proc/{os.getpid()}/fd/{self.file}"
+            number = os.memfd_create("parallel101")
+            self.path = f"/proc/{os.getpid()}/fd/{number}"
         else:
-            self.file, self.path = tempfile.mkstemp()
+            number, self.path = tempfile.mkstemp()
+        self.file = io.FileIO(number, "r+")
 
     def close(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-            with contextlib.suppress(OSError):  # on Linux it is gone
-                os.unlink(self.path)
-
-    __del__ = close
+        self.file.close()
+        with contextlib.suppress(OSError):  # on Linux it is gone
+            os.unlink(self.path)
 
 
 def start_ranks(

@@ -59,9 +59,8 @@ class Script:
     @property
     def name(self) -> str:
         """Return the script and its arguments, as they are typed."""
-        return shlex.join(
-            [self.target if self.as_module else os.path.basename(self.target), *self.arguments]
-        )
+        name = self.target if self.as_module else os.path.basename(self.target)
+        return shlex.join([name, *self.arguments])
 
     @property
     def directory(self) -> str:
@@ -77,21 +76,16 @@ class Script:
         main.__dict__["__builtins__"] = builtins
         if not self.as_module:
             main.__file__, main.__package__ = self.target, None
-            return compile(
-                Path(self.target).read_bytes(), self.target, "exec", dont_inherit=True
-            ), main
+            source = Path(self.target).read_bytes()
+            return compile(source, self.target, "exec", dont_inherit=True), main
         spec = importlib.util.find_spec(self.target)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{self.target}.__main__")
         code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
         if spec is None or code is None:
             raise ImportError(f"there is no module {self.target!r} that can be run")
-        main.__spec__, main.__loader__, main.__file__, main.__package__ = (
-            spec,
-            spec.loader,
-            spec.origin or self.target,
-            spec.parent,
-        )
+        main.__spec__, main.__loader__ = spec, spec.loader
+        main.__file__, main.__package__ = spec.origin or self.target, spec.parent
         return code, main
 
 
