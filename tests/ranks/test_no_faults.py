@@ -181,15 +181,6 @@ def tensors_of_a_function_that_the_watcher_has_seen(rank):
     assert freed
 
 
-@ends("sim")
-def message_that_arrives_in_wait_only(rank):
-    works = [dist.isend(torch.ones(2), 1 - rank), dist.irecv(inbox := torch.zeros(2), 1 - rank)]
-    dist.barrier()
-    assert inbox.tolist() == [0.0, 0.0]
-    wait_for(works)
-    assert inbox.tolist() == [1.0, 1.0]
-
-
 def batch(got, peer):
     messages = dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, got, peer)
     return dist.batch_isend_irecv(list(messages))

@@ -35,22 +35,8 @@ SCRIPT = """
 
     first = p101.launch(total, world_size=2, trace=True)
     second = p101.launch(lambda k: k + dist.get_rank(), 10, world_size=2)
-    def change():
-        x = torch.ones(4)
-        work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
-        x.mul_(2)
-        work.wait()
-
     def op():
         return (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
-
-    def report():  # rank 0's error comes first, and says that rank 1 has failed
-        if dist.get_rank() == 1:
-            threading.Event().wait(0.3)
-            raise ValueError("the loss is NaN")
-        error = RuntimeError("rank 1 failed")
-        error.failed_rank = 1
-        raise error
 
     def only_here():  # and nobody waits for it
         if dist.get_rank() == 0:
@@ -62,8 +48,6 @@ SCRIPT = """
         (lambda: None, {"world_size": 3}),
         (lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(), {}),
         (lambda: dist.all_reduce(torch.ones(2), op=op()), {"trace": True}),
-        (change, {"trace": True}),
-        (report, {}),
         (lambda: (i for i in range(3)) if dist.get_rank() == 1 else None, {}),
     ]
     for function, options in wrong:
@@ -96,9 +80,7 @@ def test_errors_can_be_caught_and_a_deadlock_ends_the_job(tmp_path):
     for message, ranks in [
         ("ValueError: world_size is 3, but this job has 2 ranks", 2),
         ("RankFailed: rank 1 raised ZeroDivisionError", 2),
-        ("RankFailed: rank 1 raised ValueError: the loss is NaN", 2),
         ("MisuseError: the ranks use different reductions: sum and max", 2),
-        ("MisuseError: rank 0 changed a tensor", 1),
         ("RankFailed: rank 1 returned a generator that can't be pickled", 1),
     ]:
         kind, text = message.split(": ", 1)
@@ -111,7 +93,8 @@ def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
     monitor = MonitorThread(Monitor(frames.Job(1, "gloo")), store)
     monitor.start()
     _, port, *_ = store.get("monitor").decode().split()
-    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"h" + bytes(12)):
+    silent = socket.create_connection(("localhost", int(port)))
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"h", bytes(400)):
         with socket.create_connection(("localhost", int(port))) as stranger:
             stranger.sendall(sent)
             try:
@@ -125,3 +108,4 @@ def test_a_stranger_at_rank_0s_port_does_no_harm(monkeypatch):
     assert pid == os.getpid()
     wire.sock.close()
     monitor.join()
+    silent.close()

@@ -180,7 +180,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads what another rank of a job sent. It makes objects of listed classes only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        kind = getattr(sys.modules.get(module), name, None)
+        kind: Any = getattr(sys.modules.get(module), name, None)
         own = module.startswith("parallel101.") and isinstance(kind, type)
         # it only holds values, as a trainer's History or a Call does
         if own and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple)):
