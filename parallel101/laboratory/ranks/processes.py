@@ -70,6 +70,8 @@ class Rendezvous:
         with contextlib.suppress(OSError):  # on Linux it is gone
             os.unlink(self.path)
 
+    __del__ = close
+
 
 def start_ranks(
     count: int, module: str = "parallel101.laboratory.ranks.worker"

@@ -217,10 +217,12 @@ class MonitorThread(threading.Thread):
             teller = getattr(error, "announced_by", 0)
             kind, value = FAILED, (error, teller)  # type: ignore[assignment]
         monitor.let_exit(kind, value, seconds=2 * GRACE)
+        # the listener, and strangers that have said nothing
+        others = [key.fileobj for key in monitor.selector.get_map().values()]
         monitor.close()
-        for wire in (rank.wire for rank in monitor.ranks if rank.wire is not None):
-            wire.sock.close()
-        self.listener.close()
+        for sock in [*others, *(rank.wire.sock for rank in monitor.ranks if rank.wire)]:
+            if isinstance(sock, socket.socket):
+                sock.close()
 
     def _on_connection(self, listener: socket.socket, _: None) -> None:
         connection, _address = listener.accept()
