@@ -14,7 +14,7 @@ import torch
 from bs4 import BeautifulSoup
 
 from parallel101 import cli
-from parallel101.laboratory.grade import command, picture
+from parallel101.laboratory.grade import command, learner
 from parallel101.laboratory.grade.compared_values import difference
 from parallel101.laboratory.grade.exercise import Case, Check, Exercise, Trial
 from parallel101.laboratory.grade.grades import class_table, gradescope_results, write_csv
@@ -107,7 +107,7 @@ def test_a_class_is_graded_once_and_each_learner_has_a_page_with_their_own_runs(
 
 
 def test_a_picture_that_cannot_be_drawn_costs_no_points(homework, tmp_path, monkeypatch):
-    monkeypatch.setattr(picture, "draw", lambda *_: 1 / 0)
+    monkeypatch.setattr(learner, "draw", lambda *_: 1 / 0)
     path = handed_in(tmp_path / "jo", {"hw9.py": CLASS["ann"][0]})
     assert grade_submission(path, homework, "s", page=tmp_path / "jo.html")["points"] == 4
     page = (tmp_path / "jo.html").read_text()

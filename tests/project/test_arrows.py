@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
     "viz.node_links": {"cost", "record"},  # draws the figures of hardware.py
     "grade": {"record", "ranks", "sim"},
-    "grade.picture": {"record", "viz"},
+    "grade.learner": {"record", "viz"},  # draws the run
     "grade.feedback": {"publish"},  # its page
     "exercises": {"grade", "record", "sim"},
     "exercises.layout_choice": {"cost", "grade"},  # what a learner's layout costs

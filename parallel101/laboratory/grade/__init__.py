@@ -10,7 +10,7 @@
     endings.py     how a run may end early, in words for the learner
     grading.py     runs the cases, judges the checks and counts the points
     learner.py     adds a picture, the predictions and the progress (homework.py)
-    exercise_report.py, picture.py
+    exercise_report.py
                    what the learner sees
     notebook.py    p101.check, p101.hint and p101.predict
     handed_in.py, submissions.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from parallel101.laboratory.grade.endings import ends_all
 from parallel101.laboratory.grade.exercise import Case, Exercise, Trial
@@ -17,6 +18,7 @@ from parallel101.laboratory.grade.grading import PUBLIC_SEED, grade_on, run_case
 from parallel101.laboratory.grade.handed_in import read
 from parallel101.laboratory.grade.homework import HomeworkSet, Progress, set_name
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
+from parallel101.laboratory.record.errors import DeadlockError
 
 SHOWN_SECONDS = 20.0  # of wall time, for the runs that are only shown
 FAILURES = 2  # checks that fail, before a hint is suggested
@@ -69,8 +71,6 @@ def report_on(
             shown, watched = predicted(ranks, progress, case)
             verdict.predictions = shown if progress else ()
     if drawn and not verdict.not_written:
-        from parallel101.laboratory.grade.picture import draw  # loads all that draws
-
         with suppress(Exception):  # a picture that can't be drawn costs no points
             verdict.picture, verdict.caption = draw(verdict, watched)
     return verdict
@@ -107,3 +107,33 @@ def predicted(
         measured = question.measured(trial) if trial is not None and trial.error is None else None
         found.append(Prediction(question, said.get(question.name), measured))
     return found, ran.get(id(watched))
+
+
+def draw(verdict: ExerciseVerdict, watched: Trial | None) -> tuple[Any, str]:
+    """Return the picture that shows most, or None if there is nothing to draw, and its caption.
+
+    It shows who waits for whom, whose data is where, or what each rank did over time.
+
+    Args:
+        verdict: of the runs that counted.
+        watched: the run of the exercise's `watch` case, if it has one.
+    """
+    # here, since they load all that draws
+    from parallel101.laboratory.viz.collective import collective_scene
+    from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
+    from parallel101.laboratory.viz.timeline import lanes_scene
+
+    exercise, shown = verdict.exercise, verdict.shown
+    for trial in (shown, watched):
+        if trial is not None and isinstance(trial.error, DeadlockError):
+            return trial.error.picture(), f"The deadlock with {trial.case.label}:"
+    trial = watched or shown
+    if trial is None or trial.error is not None or not trial.trace.events:
+        return None, ""
+    # it may have more ranks or messages than a picture can show: then there is none
+    if exercise.picture == "collective":
+        scene = collective_scene(trial.trace, trial.results if watched else None, idle=True)
+    else:
+        over_time = {"lanes": lanes_scene, "pipeline": pipeline_scene}[exercise.picture]
+        scene = over_time(trial.trace, title=exercise.title)
+    return scene, f"Your run with {trial.case.label}:"
