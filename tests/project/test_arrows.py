@@ -57,7 +57,6 @@ MAY_IMPORT = {
     "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
     "viz.node_links": {"cost", "record"},  # draws the figures of hardware.py
     "grade": {"record", "ranks", "sim"},
-    "grade.learner": {"record", "viz"},  # draws the run
     "grade.feedback": {"publish"},  # its page
     "exercises": {"grade", "record", "sim"},
     "exercises.layout_choice": {"cost", "grade"},  # what a learner's layout costs
@@ -85,7 +84,8 @@ DOORS = {  # module → what it may import inside a function, when it is called
     "record.errors": {"viz"},  # a deadlock's picture
     "doctor": {"__init__"},
     "run_command": {"analysis", "publish", "sim", "viz", "__init__"},
-    "exercises.bug_hunt": {"ranks"},  # Hunt.trace
+    "grade.learner": {"viz"},  # draws a run
+    "exercises.bug_hunt": {"ranks"},  # a hunt runs its program
     "exercises.layout_choice": {"planner"},  # its best layout, which no rank may import
 }
 
