@@ -12,7 +12,7 @@ import parallel101 as p101
 from parallel101.laboratory.analysis.run_window import training_steps
 from parallel101.laboratory.record.trace import Trace
 from parallel101.spans import OPTIMIZER_STEP, span
-from tests.record.test_last_events import window
+from tests.record.test_rank_files import window
 from tests.sim.programs import run, trace
 
 SIZE, STEPS = 2, 30

@@ -55,19 +55,17 @@ IMPOSSIBLE = {  # what is changed → the words about it
     "a field too many": (lambda c: c["events"][0].append(1), EVENT),
     "no event": (lambda c: c["events"].append(None), EVENT + " .* one is None"),
     **{
-        f"{name} {value}": (
-            lambda c, field=field, value=value: c["events"][0].__setitem__(field, value),
-            words,
+        f"field {i} is {value}": (
+            lambda c, i=i, value=value: c["events"][0].__setitem__(i, value),
+            of,
         )
-        for name, field, value, words in (
-            ("rank", 0, 2, "ranks of a world of 2; one is"),
-            ("rank", 0, -1, "ranks of a world of 2; one is"),
-            ("peer", 2, 5, "ranks of a world of 2; one is"),
-            ("group", 9, 1, "one of 1 groups"),
-            ("group", 9, -1, "one of 1 groups"),
+        for of, i, values in (
+            ("world of 2", 0, (2, -1)),
+            ("world of 2", 2, (5,)),
+            ("1 groups", 9, (1, -1)),
         )
+        for value in values
     },
-    "no ranks": (lambda c: c.update(world_size=0), "ranks of a world of 0"),
     **{
         f"the group {group}": (lambda c, group=group: c["groups"].append(group), words)
         for group, words in (

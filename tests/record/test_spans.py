@@ -79,26 +79,20 @@ def test_compute_refuses_what_is_no_time(seconds):
 
 
 def test_a_listener_is_told_of_the_spans_of_its_thread_and_of_what_is_not_recorded():
-    heard = []
+    def listener(heard):
+        @contextmanager
+        def told(name, labels):
+            heard.append((name, dict(labels)))
+            yield
+            heard.append(name)
 
-    @contextmanager
-    def listener(name, labels):
-        heard.append((name, dict(labels)))
-        yield
-        heard.append(name)
+        return told
 
-    outer = []
-
-    @contextmanager
-    def outer_listener(name, labels):
-        outer.append(name)
-        yield
-
-    with p101.span("before"), listening(outer_listener), listening(listener):
+    outer, heard = [], []
+    with p101.span("before"), listening(listener(outer)), listening(listener(heard)):
         with p101.span("forward", microbatch=torch.tensor(3)), unrecorded():
             pass
         threading.Thread(target=lambda: p101.span("elsewhere").__enter__()).start()
     with p101.span("after"):
         pass
-    assert heard == [("forward", {"microbatch": 3}), (None, {}), None, "forward"]
-    assert outer == ["forward", None]
+    assert outer == heard == [("forward", {"microbatch": 3}), (None, {}), None, "forward"]

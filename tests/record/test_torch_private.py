@@ -6,7 +6,8 @@ Each failure says what has moved, and what needs it.
 from __future__ import annotations
 
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,13 @@ def test_a_rank_world_has_the_attributes_of_torchs_own():
 
 
 def test_torch_reads_its_world_at_each_use():
-    world = torch_private.RankWorld()
-    group = dist.ProcessGroup(0, 3)
+    asked: list = []
+
+    class Group(dist.ProcessGroup):
+        def new_group(self, ranks, **options):
+            asked.append((ranks, options["group_name"]))
+
+    world, group = torch_private.RankWorld(), Group(0, 3)
     before = torch_private.use_world(world)
     torch_private.name_groups_by_thread(True)
     try:
@@ -52,19 +58,12 @@ def test_torch_reads_its_world_at_each_use():
         assert c10d._resolve_process_group("0") is group, moved(
             "_register_process_group", "sim's functional collectives"
         )
-        found: list[bool] = []
-
-        def elsewhere() -> None:
-            try:
-                c10d._resolve_process_group("0")
-                found.append(True)
-            except RuntimeError:
-                found.append(False)
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert found == [False], moved(
+        # dist.new_group asks the default group for the new one
+        assert dist.new_group([2, 1]) is dist.GroupMember.NON_GROUP_MEMBER
+        assert asked == [([1, 2], "1")], moved("ProcessGroup.new_group", "sim's sub-groups")
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere = pool.submit(c10d._resolve_process_group, "0").exception()
+        assert isinstance(elsewhere, RuntimeError), moved(
             "_set_thread_isolation_mode", "sim, where each rank has a group '0',"
         )
     finally:
@@ -116,14 +115,9 @@ def test_two_ranks_of_a_process_inside_loss_parallel():
 
     handlers = loss.DTensor._op_dispatcher._custom_op_handlers
     torch_private.count_loss_parallel()
-    first, second, seen = loss.loss_parallel(), loss.loss_parallel(), []
-    for step in (
-        first.__enter__,
-        second.__enter__,
-        lambda: first.__exit__(None, None, None),
-        lambda: second.__exit__(None, None, None),
-    ):
-        step()
+    first, second, seen = ExitStack(), ExitStack(), []
+    for rank, step in ((first, "enter"), (second, "enter"), (first, "leave"), (second, "leave")):
+        rank.enter_context(loss.loss_parallel()) if step == "enter" else rank.close()
         seen.append(loss.customized_loss_ops.keys() <= handlers.keys())
     assert seen == [True, True, True, False], moved("loss_parallel", "sim")
 
@@ -152,25 +146,6 @@ def test_device_mesh_describes_the_group_of_each_axis():
     assert found == ["dp", "cp", "tp"], moved("DeviceMesh's group_desc", "event.group.axis")
 
 
-def test_the_new_group_hook():
-    """dist.new_group asks the default group for the new one."""
-
-    class Group(dist.ProcessGroup):
-        def new_group(self, ranks, **options):
-            asked.append((ranks, options["group_name"]))
-
-    asked: list = []
-    world = torch_private.RankWorld()
-    before = torch_private.use_world(world)
-    try:
-        world.add_default(Group(0, 3), "0", "gloo", dist.HashStore(), 3)
-        assert dist.new_group([2, 1]) is dist.GroupMember.NON_GROUP_MEMBER
-        assert asked == [([1, 2], "1")], moved("ProcessGroup.new_group", "sim's sub-groups")
-    finally:
-        torch_private.use_world(before)
-        torch_private.forget_groups()
-
-
 def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
     """torch asks for the device types in monitored_barrier and async_save, and for the backend
     in batch_isend_irecv.
@@ -180,11 +155,10 @@ def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
         import torch.distributed.checkpoint as checkpoint
 
         world, cpu = dist.group.WORLD, torch.device("cpu")
-        rank, right = dist.get_rank(), 1 - dist.get_rank()
-        received = torch.empty(2)
+        rank, received = dist.get_rank(), torch.empty(2)
         ops = [
-            dist.P2POp(dist.isend, torch.full((2,), float(rank)), right),
-            dist.P2POp(dist.irecv, received, right),
+            dist.P2POp(dist.isend, torch.full((2,), float(rank)), 1 - rank),
+            dist.P2POp(dist.irecv, received, 1 - rank),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -195,11 +169,9 @@ def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
         return received.tolist(), world._device_types == [cpu], world._get_backend(cpu) is world
 
     for backend in ("gloo", "sim"):
-        results = p101.launch(
-            program, str(tmp_path / backend), world_size=2, backend=backend
-        ).results
+        run = p101.launch(program, str(tmp_path / backend), world_size=2, backend=backend)
         expected = [([1.0, 1.0], True, True), ([0.0, 0.0], True, True)]
-        assert results == expected, moved(
+        assert run.results == expected, moved(
             "how a group's devices and backends are asked for", "batch_isend_irecv"
         )
 
@@ -221,38 +193,29 @@ def test_torchs_functions_can_be_replaced_wherever_they_are_known():
 
 
 def test_a_running_batch_is_found():
+    seen = []
+
+    class Group(torch_private.PythonGroup):
+        ranks, torch_name = [0, 1], "0"
+
+        def send(self, *_):
+            seen.append(torch_private.running_batch(sys._getframe(1)))
+
     def program(rank):
-        seen = []
-
-        class Seen(torch_private.PythonGroup):
-            def __init__(self):
-                super().__init__(rank, 2)
-
-            def rank(self):
-                return 0
-
-            def size(self):
-                return 2
-
-            def send(self, *_):
-                seen.append(torch_private.running_batch(sys._getframe(1)))
-
-        group = Seen()
+        group = Group(rank, 2)
         c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
         messages = [dist.P2POp(dist.isend, torch.ones(1), 1, group) for _ in range(3)]
         dist.batch_isend_irecv(messages)
         dist.isend(torch.ones(1), 1, group)
-        return seen
 
-    result = simulate(program, 1)
-    assert result.error is None, result.error
-    *batch, alone = result.results[0]
-    told = [(found is not None, found and found.messages) for found in batch]
-    assert (
-        told == [(True, 3)] * 3 and len({found.frame for found in batch}) == 1 and alone is None
-    ), moved(
-        "batch_isend_irecv, its argument p2p_op_list, or how it calls isend and irecv",
-        "sim with rules='nccl'",
+    assert simulate(program, 1).error is None
+    *batch, alone = seen
+    told = [found and found.messages for found in batch]
+    assert told == [3, 3, 3] and len({found.frame for found in batch}) == 1 and alone is None, (
+        moved(
+            "batch_isend_irecv, its argument p2p_op_list, or how it calls isend and irecv",
+            "sim with rules='nccl'",
+        )
     )
 
 
@@ -261,12 +224,11 @@ def test_optimizers_on_meta():
     weight.grad = torch.empty_like(weight)
     with torch_private.optimizers_as_on_a_gpu():
         torch.optim.AdamW([weight], fused=True).step()
-    refused = False
     try:
         torch.optim.AdamW([weight], fused=True).step()
     except RuntimeError:
-        refused = True
-    assert refused, moved("_get_fused_kernels_supported_devices", "virtual GPUs")
+        return
+    raise AssertionError(moved("_get_fused_kernels_supported_devices", "virtual GPUs"))
 
 
 def test_what_weights_only_makes():

@@ -84,18 +84,25 @@ def test_messages_have_a_sequence_number_and_the_place_of_the_call():
         )
 
     record = trace(run(program, 2, payload_bytes=8))
-    sends = sorted(
-        (e.rank, e.tag, e.seq, e.nbytes, e.shape, e.dtype, tuple(e.payload))
+    sides = sorted(
+        (e.rank, e.kind, e.peer, e.tag, e.seq, e.nbytes, e.shape, e.dtype, tuple(e.payload))
         for e in record.events
-        if e.kind == "send"
     )
     two, one = (8, (2,), "float32", (1.0, 1.0)), (4, (1,), "float32", (1.0,))
-    assert sends == [
-        (r, *row) for r in range(2) for row in [(0, 1, *two), (0, 2, *two), (5, 1, *one)]
+    assert sides == [
+        (r, kind, 1 - r, *row)
+        for r in range(2)
+        for kind in ("recv", "send")
+        for row in [(0, 1, *two), (0, 2, *two), (5, 1, *one)]
     ]
-    assert len(record.messages()) == 6 and all(
-        type(e.shape) is tuple and e.where.startswith(__file__) for e in record.events
-    )
+    assert len(record.messages()) == 6
+    # each row of the simulator is both sides of a message
+    first = program.__code__.co_firstlineno
+    for e in record.events:
+        line = first + {("send", 5): 5, ("recv", 5): 6}.get((e.kind, e.tag), 2)
+        assert e.where == f"{__file__}:{line}"
+        assert type(e.shape) is tuple and e.posted <= e.start < e.end
+        assert e.group == EventGroup("world", (0, 1), None)
 
 
 def test_sub_groups_use_ranks_of_the_world():

@@ -204,6 +204,29 @@ def test_blocks_may_be_nested_and_come_again():
     assert result.results == [0.0, 0.0] and result.events == []
 
 
+def test_the_record_of_real_ranks_is_the_same_with_and_without():
+    """No events, and the same numbers in those that follow."""
+
+    def program(block):
+        for _ in range(2):
+            if block:
+                inside()
+            with span("outside"):
+                sent = dist.isend(torch.ones(3), other := 1 - dist.get_rank())
+                dist.recv(torch.empty(3), other)
+                sent.wait()
+                collectives.all_reduce(torch.ones(5))
+                dist.all_reduce(torch.ones(2))
+
+    events = []
+    for block in (True, False):
+        recorded = p101.launch(program, block, world_size=2, trace=True).trace
+        events.append([e._replace(start=0, end=0, posted=0) for e in recorded.events])
+        assert not recorded.unfinished
+    with_it, without = (sorted(of, key=str) for of in events)
+    assert with_it == without and len(with_it) > 20
+
+
 def test_outside_a_run_it_does_nothing():
     with unrecorded(), span("nothing"):
         compute(1.0)

@@ -16,7 +16,7 @@ import parallel101 as p101
 from parallel101.laboratory.analysis.traffic import axis_traffic
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.axis_timeline import LEFT, RIGHT, TICK, axes_scene
-from tests.record.test_last_events import window
+from tests.record.test_rank_files import window
 from tests.viz.drawn import titled
 
 BYTES = {"tp": 64, "dp": 4096}  # of a message
