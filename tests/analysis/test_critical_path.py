@@ -95,17 +95,13 @@ def test_compute_collectives_and_links_on_a_late_rank():
         ("between calls", 2.0),
         ("compute", 3.0),
     ]
-    assert path.segments[0].label == "rank 2: forward" and path.messages == 6 == path.seconds(
-        "message"
-    )
-    assert (
-        str(path) == "6 messages with 24 B take 6 s, compute 8 s, all_reduce 6 s, between calls 2 s"
-    )
+    assert path.segments[0].label == "rank 2: forward"
+    assert path.messages == 6 == path.seconds("message")
+    said = "6 messages with 24 B take 6 s, compute 8 s, all_reduce 6 s, between calls 2 s"
+    assert str(path) == said
     svg = launched.timeline(critical_path=True).svg()
-    assert (
-        "On the critical path: 6 messages with 24 B take 6 s" in svg
-        and svg.count('class="number"') == 6
-    )
+    assert "On the critical path: 6 messages with 24 B take 6 s" in svg
+    assert svg.count('class="number"') == 6
     assert 'class="number"' not in launched.timeline().svg()
 
 
@@ -115,13 +111,12 @@ def test_on_a_congested_ring_messages_wait_for_links():
     assert covered(trace).seconds() == pytest.approx(trace.makespan)
 
 
-def message(
-    seq: int, src: int, dst: int, sent: tuple[float, float], received: tuple[float, float]
-) -> list[Event]:
-    rest = ("train.py:9",), (EventGroup("world", (0, 1, 2), None), seq, (2,), "float32")
+def message(seq, src, dst, sent, received) -> list[Event]:
+    """Both sides of a message, each with its start and end."""
+    group, rest = EventGroup("world", (0, 1, 2), None), (seq, (2,), "float32")
     sides = (src, "send", dst, sent), (dst, "recv", src, received)
     return [
-        Event(rank, kind, peer, 0, 8, start, end, *rest[0], start, *rest[1])
+        Event(rank, kind, peer, 0, 8, start, end, "train.py:9", start, group, *rest)
         for rank, kind, peer, (start, end) in sides
     ]
 
@@ -155,10 +150,8 @@ def test_a_message_behind_compute_is_not_on_the_path():
     path = covered(Trace(events, 2, "sim"))
     assert [s.label for s in path.segments] == ["rank 1: forward", "rank 1: backward"]
     waited = [*message(0, 0, 1, (0.0, 3.0), (0.0, 3.0)), span(1, "step", 0.0, 6.0)]
-    assert [(s.kind, s.end) for s in covered(Trace(waited, 2, "sim")).segments] == [
-        ("message", 3.0),
-        ("compute", 6.0),
-    ]
+    kinds = [(s.kind, s.end) for s in covered(Trace(waited, 2, "sim")).segments]
+    assert kinds == [("message", 3.0), ("compute", 6.0)]
 
 
 def test_an_empty_record():

@@ -4,6 +4,8 @@ and the line.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from parallel101.laboratory.analysis.slower_ranks import (
@@ -29,11 +31,9 @@ def trace(own, size=4, steps=40):
     events = []
     for rank in range(size):
         for step in range(1, steps + 1):
-            doing = own(rank, step)
-
-            def seconds(*kinds, doing=doing):
-                return sum(seconds for what, _, seconds in doing if what in kinds)
-
+            doing, seconds = own(rank, step), Counter()
+            for what, _, took in doing:
+                seconds[what] += took
             lines = [  # a sample each ms
                 [line, what == LOADING, round(1e3 * took), 1e3 * took * (what == COMPUTING)]
                 for what, line, took in doing
@@ -42,23 +42,14 @@ def trace(own, size=4, steps=40):
             time = RankStep(
                 step=step,
                 elapsed=STEP,
-                own=sum(took for *_, took in doing),
-                busy=seconds(COMPUTING, COLLECTING),
-                queued=seconds(QUEUED),
-                collecting=seconds(COLLECTING),
+                own=seconds.total(),
+                busy=seconds[COMPUTING] + seconds[COLLECTING],
+                queued=seconds[QUEUED],
+                collecting=seconds[COLLECTING],
                 lines=lines,
             )
-            events.append(
-                span_event(
-                    rank=rank,
-                    name=OPTIMIZER_STEP,
-                    start=STEP * step,
-                    end=STEP * step,
-                    seq=0,
-                    where="",
-                    labels=time._asdict(),
-                )
-            )
+            end, labels = STEP * step, time._asdict()
+            events.append(span_event(rank, OPTIMIZER_STEP, end, end, labels))
     return Trace(events, size, "gloo")
 
 
@@ -86,12 +77,11 @@ def test_a_rank_that_is_slower_since_some_step():
 
 
 def test_ranks_that_are_alike_are_not_named():
-    assert slower_ranks(trace(usual)) == []
-    once = trace(lambda rank, step: [[COMPUTING, "a.py:1", 9.0 if rank == step == 3 else 0.1]])
-    assert slower_ranks(once) == []
-    first = trace(lambda rank, step: [[COMPUTING, "a.py:1", 9.0 if rank and step == 1 else 0.1]])
-    assert slower_ranks(first) == []
-    assert slower_ranks(Trace([], 4, "gloo")) == []
+    once = lambda rank, step: 9.0 if rank == step == 3 else 0.1  # noqa: E731
+    first = lambda rank, step: 9.0 if rank and step == 1 else 0.1  # noqa: E731
+    for took in (once, first):
+        assert not slower_ranks(trace(lambda r, step, t=took: [[COMPUTING, "a.py:1", t(r, step)]]))
+    assert slower_ranks(trace(usual)) == slower_ranks(Trace([], 4, "gloo")) == []
 
 
 def test_two_causes_in_some_steps():
@@ -102,10 +92,8 @@ def test_two_causes_in_some_steps():
 
     (row,) = slower_ranks(trace(own, steps=64))
     assert (row.rank, row.slower, row.first, row.last, row.steps) == (0, 32, 2, 64, 63)
-    assert [(cause.what, cause.where) for cause in row.causes] == [
-        (COLLECTING, ""),
-        (BLOCKED, "data.py:3"),
-    ]
+    first, second = ((cause.what, cause.where) for cause in row.causes)
+    assert first == (COLLECTING, "") and second == (BLOCKED, "data.py:3")
     assert row.seconds == pytest.approx(0.25, abs=0.003)
 
 

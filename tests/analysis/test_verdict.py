@@ -39,41 +39,31 @@ def shifted_all_to_all(x):
     return torch.cat([mine[r] for r in range(n)])
 
 
-RIGHT = {
-    "reduce-scatter": (p.ring_reduce_scatter, "its own part, with the data of all"),
-    "scatter": (p.flat_scatter, "its own part of rank 0's data."),
-    "all-to-all": (p.pairwise_all_to_all, "its part of every rank's data."),
+# a program, what is said of its end, and one in which each rank ends with the next one's part
+IN_PARTS = {
+    "reduce-scatter": (p.ring_reduce_scatter, "its own part, with the data of all", one_further),
+    "scatter": (p.flat_scatter, "its own part of rank 0's data.", shifted_scatter),
+    "all-to-all": (p.pairwise_all_to_all, "its part of every rank's data.", shifted_all_to_all),
 }
-SHIFTED = {
-    "reduce-scatter": one_further,
-    "scatter": shifted_scatter,
-    "all-to-all": shifted_all_to_all,
+OTHERS = {
+    3: "rank 1 with c and rank 2 with a",
+    4: "rank 1 with c, rank 2 with d and rank 3 with a",
+    6: "rank 1 with c, rank 2 with d and 3 more ranks with another's",
 }
 
 
 @pytest.mark.parametrize("numel", [lambda n: n, lambda n: 2 * n + 1], ids=["even", "uneven"])
-@pytest.mark.parametrize("n", [3, 4, 6])
-@pytest.mark.parametrize("operation", RIGHT)
+@pytest.mark.parametrize("n", OTHERS)
+@pytest.mark.parametrize("operation", IN_PARTS)
 def test_a_rank_has_its_own_part_only_if_the_parts_are_in_the_order_of_the_ranks(
     operation, n, numel
 ):
-    program, ending = RIGHT[operation]
-    right, shifted = (
-        collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation])
-    )
-    assert (
-        right.title.lower().endswith(operation)
-        and f"Each rank ends with {ending}" in right.stops[-1].label
-    )
-    assert operation not in shifted.title.lower() and "its own part" not in shifted.stops[-1].label
-    others = {
-        3: "rank 1 with c and rank 2 with a",
-        4: "rank 1 with c, rank 2 with d and rank 3 with a",
-    }
-    others[6] = "rank 1 with c, rank 2 with d and 3 more ranks with another's"
-    assert shifted.stops[-1].label.endswith(
-        f" Rank 0 ends with chunk b, which is rank 1's part; {others[n]}."
-    )
+    program, ending, one_off = IN_PARTS[operation]
+    right, shifted = (collective_scene(*recorded(of, n, numel(n))) for of in (program, one_off))
+    end, ends = (scene.stops[-1].label for scene in (right, shifted))
+    assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in end
+    assert operation not in shifted.title.lower() and "its own part" not in ends
+    assert ends.endswith(f" Rank 0 ends with chunk b, which is rank 1's part; {OTHERS[n]}.")
 
 
 def exchange_with_all(x):

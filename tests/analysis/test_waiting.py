@@ -5,6 +5,7 @@ exactly, on gloo within what was slept.
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def test_the_rank_that_computes_longest_is_waited_for(size, slow):
     (call,) = slowest_calls(waits(trace))
     assert call.kind == "all_reduce" and call.waits == size and call.last == {slow: size - 1}
     assert call.seconds == pytest.approx(sum(row.waiting for row in rows))
+    assert call.longest == pytest.approx(max(row.waiting for row in rows))
     assert call.where.startswith(f"{__file__}:")
 
 
@@ -79,11 +81,8 @@ def test_a_receive_waits_for_its_sender_and_then_for_the_data():
     # from 1.0, when it began to wait, to 4.0, when rank 1 sent, and on to 5.0
     assert found[2, "recv"] == (4.0, 1, 3.0)
     assert found[0, "send"] == (1.0, 1, 0.0)
-    links = slowest_links(trace)
-    assert [(link.src, link.dst, link.messages, link.nbytes, link.seconds) for link in links] == [
-        (0, 1, 1, 8, 1.0),
-        (1, 2, 1, 12, 1.0),
-    ]
+    links = [(link[:4], link.seconds) for link in slowest_links(trace)]
+    assert links == [((0, 1, 1, 8), 1.0), ((1, 2, 1, 12), 1.0)]
 
 
 def test_only_the_root_of_a_broadcast_is_waited_for():
@@ -104,11 +103,9 @@ def test_pictures_show_compute_between_the_waits():
 
     drawn = with_compute(recorded(program, 2))
     for rank in (0, 1):
-        assert [e.end - e.start for e in drawn.spans("compute") if e.rank == rank] == [2.0, 3.0]
-        assert [e.name for e in drawn.spans() if e.waiting and e.rank == rank] == [
-            "all_reduce",
-            "barrier",
-        ]
+        spans = [e for e in drawn.spans() if e.rank == rank]
+        assert [e.end - e.start for e in spans if e.name == "compute"] == [2.0, 3.0]
+        assert [e.name for e in spans if e.waiting] == ["all_reduce", "barrier"]
 
 
 def test_a_call_that_never_ended_is_a_wait():
@@ -166,19 +163,13 @@ def test_on_gloo_waits_are_seen_where_the_program_is_blocked():
 
     trace = p101.launch(program, world_size=2, trace=True).trace
     waited = waits(trace)
-    slept = {
-        (rank, kind): sum(w.end - w.start for w in waited if (w.rank, w.kind) == (rank, kind))
-        for rank in (0, 1)
-        for kind in KINDS
-    }
+    slept = Counter()
+    for w in waited:
+        slept[w.rank, w.kind] += w.end - w.start
     assert slept[0, "all_reduce"] > 0.25 > slept[1, "all_reduce"]
-    assert slept[1, "barrier"] > 0.25
-    assert slept[0, "new_group"] > 0.25
+    assert min(slept[1, "barrier"], slept[0, "new_group"]) > 0.25
     assert "loss.backward()" in shown(
         next(w.where for w in waited if w.kind == "all_reduce" and w.end - w.start > 0.25)
     )
     late = [row.waited_for for row in rank_times(trace, waited)]
     assert late[0][1] > 0.25 and late[1][0] > 0.25
-
-
-KINDS = ("all_reduce", "barrier", "new_group")

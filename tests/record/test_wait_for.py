@@ -75,7 +75,7 @@ REPORTS = {
         [0, 1],
         # this is the only note: the ranks wait for the other message
         "rank 1 → rank 0\n  rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no "
-        "matching receive, at a.py:2\n",
+        "matching receive, at a.py:2\n(end)",
     ),
 }
 
@@ -84,7 +84,7 @@ REPORTS = {
 def test_what_is_a_deadlock_and_what_is_said_of_it(statuses, stuck, text):
     found = graph(*statuses).deadlock()
     assert [*(found.waiting if found else ())] == [*stuck]
-    assert text in f"{found}\n"
+    assert text in f"{found}\n(end)"
 
 
 def test_a_rank_that_handles_its_own_limit_goes_on_and_is_reported_once():

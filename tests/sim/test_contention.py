@@ -85,13 +85,8 @@ def test_a_program_takes_the_time_of_its_critical_path(network, n, program, seco
 def test_direct_beats_the_ring_only_where_latencies_overlap(n, rules):
     def steps(algorithm, overlaps):
         network = Network(latency=1.0, bandwidth=math.inf, latency_overlaps=overlaps)
-        result = run(
-            lambda rank: p101.all_gather(torch.ones(2), algorithm=algorithm),
-            n,
-            network,
-            rules=rules,
-        )
-        return trace(result).makespan
+        gather = lambda rank: p101.all_gather(torch.ones(2), algorithm=algorithm)  # noqa: E731
+        return trace(run(gather, n, network, rules=rules)).makespan
 
     assert steps("ring", overlaps=True) == steps("ring", overlaps=False) == n - 1
     assert steps("direct", overlaps=False) >= n - 1 and steps("direct", overlaps=True) == 1
@@ -148,14 +143,13 @@ def test_two_level_all_reduce_is_faster_only_if_links_differ():
         k, latency=0.0, bandwidth=1.0, inside_latency=0.0, inside_bandwidth=100.0
     )
     equal = Network(latency=0.0, bandwidth=1.0)
-    two_level = [
-        makespan(lambda r: two_level_all_reduce(r, numel, k), n, network)
-        for network in (slow_between, equal)
-    ]
-    flat = [
-        makespan(lambda r: flat_all_reduce(r, numel), n, network)
-        for network in (slow_between, equal)
-    ]
+    two_level, flat = (
+        [makespan(program, n, network) for network in (slow_between, equal)]
+        for program in (
+            lambda r: two_level_all_reduce(r, numel, k),
+            lambda r: flat_all_reduce(r, numel),
+        )
+    )
     assert two_level[0] < flat[0] and two_level[1] > flat[1]
 
 

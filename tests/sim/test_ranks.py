@@ -24,15 +24,9 @@ from .programs import ring_all_gather, run, trace, wait_for
 
 def test_the_default_group():
     def program(rank):
-        ranks = dist.get_process_group_ranks(dist.group.WORLD)
-        return (
-            dist.get_rank(),
-            dist.get_world_size(),
-            dist.get_backend(),
-            dist.is_initialized(),
-            ranks,
-            dist.group.WORLD.size(),
-        )
+        world = dist.group.WORLD
+        known = dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.is_initialized()
+        return *known, dist.get_process_group_ranks(world), world.size()
 
     assert run(program, 3).results == [(r, 3, "sim", True, [0, 1, 2], 3) for r in range(3)]
     assert not dist.is_initialized()
@@ -122,21 +116,13 @@ def test_sub_groups_use_ranks_of_the_world():
         return x.item(), members, odd is dist.GroupMember.NON_GROUP_MEMBER
 
     result = run(program, 4)
-    assert result.results == [
-        (0.0, None, True),
-        (4.0, [1, 3], False),
-        (2.0, None, True),
-        (4.0, [1, 3], False),
-    ]
-    assert {
-        (e.kind, e.rank, e.peer, e.group)
-        for e in trace(result).events
-        if e.kind in ("send", "broadcast")
-    } == {
-        ("send", 0, 3, EventGroup("2", (0, 3), None)),
-        ("broadcast", 1, 3, EventGroup("1", (1, 3), None)),
-        ("broadcast", 3, 3, EventGroup("1", (1, 3), None)),
-    }
+    outside, inside = (None, True), (4.0, [1, 3], False)
+    assert result.results == [(0.0, *outside), inside, (2.0, *outside), inside]
+    swapped, odd = EventGroup("2", (0, 3), None), EventGroup("1", (1, 3), None)
+    kinds = ("send", "broadcast")
+    found = {e[:3] + (e.group,) for e in trace(result).events if e.kind in kinds}
+    sent = (0, "send", 3, swapped)
+    assert found == {sent, (1, "broadcast", 3, odd), (3, "broadcast", 3, odd)}
 
 
 def test_a_new_group_of_any_backend_has_virtual_ranks():
@@ -170,15 +156,8 @@ def draws(rank: int, pause) -> list:
         drawn.append((torch.rand(2).tolist(), random.gauss(0, 1), np.random.normal()))
         pause()
         hidden = np.random.mtrand._rand.rand()  # as SciPy and scikit-learn do
-        drawn.append(
-            (
-                random.random(),
-                random.sample(range(100), 3),
-                np.random.rand(),
-                hidden,
-                torch.randn(3).tolist(),
-            )
-        )
+        drawn.append((random.random(), random.sample(range(100), 3), np.random.rand(), hidden))
+        drawn.append(torch.randn(3).tolist())
         if rank == 2:
             pause()
     return drawn
@@ -262,10 +241,8 @@ def test_backward_runs_on_the_ranks_own_thread():
 def test_a_hundred_ranks():
     n = 100
     record = trace(run(ring_all_gather, n))
-    assert (
-        record.messages_sent == [n - 1] * n
-        and record.bytes_sent == record.bytes_received == [4 * (n - 1)] * n
-    )
+    assert record.messages_sent == [n - 1] * n
+    assert record.bytes_sent == record.bytes_received == [4 * (n - 1)] * n
 
 
 @pytest.mark.skipif(

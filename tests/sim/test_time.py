@@ -22,19 +22,18 @@ STEPS = Network(latency=1.0, bandwidth=math.inf)
 BYTES = Network(latency=0.0, bandwidth=1.0)
 
 
-@pytest.mark.parametrize(
-    "network",
-    [
-        STEPS,
-        Network.ring(),
-        Network.ring(bidirectional=False),
-        Network.two_level(3),
-        Network.two_level(3, rails=3),
-        Network.ring(wraparound=False),
-        Network(eager=1e9),
-    ],
-    ids=["steps", "ring", "one-way ring", "two levels", "rails", "line", "eager"],
-)
+NETWORKS = {
+    "steps": STEPS,
+    "ring": Network.ring(),
+    "one-way ring": Network.ring(bidirectional=False),
+    "two levels": Network.two_level(3),
+    "rails": Network.two_level(3, rails=3),
+    "line": Network.ring(wraparound=False),
+    "eager": Network(eager=1e9),
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
 def test_data_arrives_on_any_network(n, network):
     assert run(programs.ring_all_gather, n, network).results == [[r + 1 for r in range(n)]] * n
@@ -69,34 +68,17 @@ def test_messages_start_first_come_first_served():
         sends = [(r, d, rng.choice([1, 2, 3])) for r in range(n) for d in peers[r]]
 
         def program(rank, sends=sends):
-            works = [
-                dist.isend(torch.zeros(size, dtype=torch.int8), dst)
-                for src, dst, size in sends
-                if src == rank
-            ]
-            wait_for(
-                works
-                + [
-                    dist.irecv(torch.zeros(size, dtype=torch.int8), src)
-                    for src, dst, size in sends
-                    if dst == rank
-                ]
-            )
+            box = {size: torch.zeros(size, dtype=torch.int8) for size in (1, 2, 3)}
+            works = [dist.isend(box[size], dst) for src, dst, size in sends if src == rank]
+            wait_for(works + [dist.irecv(box[size], s) for s, dst, size in sends if dst == rank])
 
-        seen = sorted(
-            (e.rank, e.peer, e.start, e.end)
-            for e in trace(run(program, n, BYTES)).events
-            if e.kind == "send"
-        )
+        messages = trace(run(program, n, BYTES)).messages()
+        seen = sorted((m.src, m.dst, m.start, m.end) for m in messages)
         order = {}
         for src, dst, _ in sends:
             order[src, dst] = sum(1 for s, d in order if s == src)
-        left, flying, expected, now = (
-            sorted(sends, key=lambda m: (order[m[0], m[1]], m[0])),
-            [],
-            [],
-            0.0,
-        )
+        left = sorted(sends, key=lambda m: (order[m[0], m[1]], m[0]))
+        flying, expected, now = [], [], 0.0
         while left or flying:
             for message in list(left):
                 src, dst, size = message
@@ -141,14 +123,9 @@ def test_an_eager_message_does_not_wait_for_its_receive(receive_at):
             assert x.tolist() == [1.0, 1.0]
         return recorder().now()
 
-    assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=8)).results == [
-        1.0,
-        max(1.0, receive_at),
-    ]
-    assert (
-        run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=7)).results
-        == [receive_at + 1.0] * 2
-    )
+    for eager, ends in ((8, [1.0, max(1.0, receive_at)]), (7, [receive_at + 1.0] * 2)):
+        network = Network(latency=1.0, bandwidth=math.inf, eager=eager)
+        assert run(program, 2, network).results == ends
 
 
 def test_a_message_to_oneself_takes_no_time():
