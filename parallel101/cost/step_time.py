@@ -208,13 +208,16 @@ def bubble_seconds(layout: ParallelLayout, others: float, one: Passes) -> float:
     """Return the seconds in which a rank waits while the others compute one microbatch each.
 
     Interleaved stages are 1/chunks as long. Zero-bubble schedules compute weight gradients instead
-    of waiting: zb-h1 waits (P − 1)(F + B − W), which is (P − 1) F if W is half of what backward
-    takes (Qi et al., arXiv 2401.10241, Table 2). zb-h2's (P − 1)(F + B − 2W) counts from each
-    rank's own first start. In steps that start together it takes as long as zb-h1.
+    of waiting: zb-h1 waits (P − 1)(F + B − W), where W is half of what backward takes besides a
+    forward that it repeats (Qi et al., arXiv 2401.10241, Table 2). zb-h2's (P − 1)(F + B − 2W)
+    counts from each rank's own first start. In steps that start together it waits at least
+    (P − 1) F, as each rank waits for its first input.
     """
     forward, backward = map(sum, one)
-    saved = backward if layout.schedule.startswith("zb") else 0.0
-    return others / layout.chunks * (1 - saved / (forward + backward))
+    gradients = backward - forward * (layout.recompute == "full")
+    saved = {"zb-h1": gradients, "zb-h2": min(1.5 * gradients, backward)}
+    share = saved.get(layout.schedule, 0.0) / (forward + backward)
+    return others / layout.chunks * (1 - share)
 
 
 def pipeline_seconds(of: RankWork, of_rank: list[float]) -> float:

@@ -34,20 +34,10 @@ def shapes(ranks):
 
 def counted(of: LayerShape) -> int:
     """The bytes of the layer's activations that are held when the forward ends."""
-    model = GPT(
-        GPTConfig(
-            16,
-            context=of.time,
-            layers=3,
-            heads=of.heads,
-            width=of.width,
-            dropout=0.1 * of.dropout,
-            attention="unfused",
-        ),
-        dtype=torch.bfloat16,
-    )
+    sizes = {"context": of.time, "layers": 3, "heads": of.heads, "width": of.width}
+    config = GPTConfig(16, **sizes, dropout=0.1 * of.dropout, attention="unfused")
     trainer = p101.TensorParallelTrainer(
-        model,
+        GPT(config, dtype=torch.bfloat16),
         next_token_loss,
         lambda p: torch.optim.SGD(p, lr=0.1),
         sequence_parallel=of.sequence_parallel,

@@ -97,16 +97,19 @@ def test_the_bubble_is_that_of_the_paper():
         assert step.parts["bubble"] == pytest.approx(3 / (16 * chunks) * busy, rel=0.15)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-h2"])
-def test_a_rank_waits_as_long_as_in_the_schedule(name):
-    chunks = 2 if name == "interleaved" else 1
-    layout = ParallelLayout(pp=4, microbatches=12, schedule=name, chunks=chunks)
-    one = Seconds(memory=1.0, matmul=2.0), Seconds(matmul=2.0)  # B and W of one second
-    times = p101.schedule(name, stages=4, microbatches=12, chunks=chunks).time(
-        forward=3 / chunks, input_grad=1 / chunks, weight_grad=1 / chunks
+def test_a_rank_waits_as_long_as_in_the_schedule(name, recompute):
+    chunks, again = 2 if name == "interleaved" else 1, 3.0 * (recompute == "full")
+    layout = ParallelLayout(
+        pp=4, microbatches=12, schedule=name, chunks=chunks, recompute=recompute
     )
-    waits = times.makespan - 12 * 5.0  # all ranks' steps start and end together
-    assert bubble_seconds(layout, 3 * 5.0, one) == pytest.approx(waits)
+    one = Seconds(memory=1.0, matmul=2.0), Seconds(matmul=2.0 + again)  # B and W of one second
+    times = p101.schedule(name, stages=4, microbatches=12, chunks=chunks).time(
+        forward=3 / chunks, input_grad=(1 + again) / chunks, weight_grad=1 / chunks
+    )
+    waits = times.makespan - 12 * (5.0 + again)  # all ranks' steps start and end together
+    assert bubble_seconds(layout, 3 * (5.0 + again), one) == pytest.approx(waits)
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "pp"])

@@ -19,6 +19,10 @@ CASES = {
     "stages": (GPT, {"pp": 4, "microbatches": 8}),
     "zb-h1": (GPT, {"pp": 4, "microbatches": 8, "schedule": "zb-h1"}),
     "zb-h2": (GPT, {"pp": 4, "microbatches": 4, "schedule": "zb-h2"}),
+    "zb-h1, recomputed": (
+        SMALL,
+        {"pp": 4, "microbatches": 8, "schedule": "zb-h1", "recompute": "full"},
+    ),
     "interleaved": (GPT, {"pp": 2, "chunks": 2, "microbatches": 8}),
     "tp": (GPT, {"tp": 8, "microbatches": 2}),
     "tp, sequence parallel": (LLAMA, MEGATRON | {"microbatches": 2}),
