@@ -32,7 +32,7 @@ from parallel101.keras.randomness import Draws, draw_alike, nothing_drawn
 from parallel101.keras.sharded_model import ShardedModel
 from parallel101.keras.shards import Shards, axes_of
 from parallel101.keras.supported import check_methods, check_model, check_optimizer, check_samples
-from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.mesh import GroupLike, split_sizes
 from parallel101.trainers.agreement import Agreement
 
 ALIKE = "call keras.utils.set_random_seed(0) on every rank before you build the model"
@@ -95,9 +95,8 @@ class ParallelKeras(ShardedModel):
             )
         check_methods(model)
         super().__init__(name=f"parallel_{model.name}")
-        self.axes, lines = axes_of(group, mesh, plan, zero_stage)
-        self.dp, self.tp = group_of(lines["dp"]), group_of(lines["tp"])
-        self.dp_group, self.zero_stage = lines["dp"], zero_stage
+        self.axes, self.zero_stage = axes_of(group, mesh, plan, zero_stage), zero_stage
+        self.dp, self.tp = (self.axes.along([name]) for name in ("dp", "tp"))
         self.recipe = type(model), model.get_config()
         self.agree = Agreement(self.axes.group, model.variables[0].value.device)
         self.agree.check_same(
@@ -109,9 +108,9 @@ class ParallelKeras(ShardedModel):
         if self.tp.size > 1 and plan is not None:
             check_methods(model, ["call"])
             with nothing_drawn():
-                self.inner, self.plan = cut_model(model, plan, lines["tp"])
+                self.inner, self.plan = cut_model(model, plan, self.tp)
         self.freezing = Freezing(model, self.inner)
-        self.shards = Shards(self.inner, lines, zero_stage)
+        self.shards = Shards(self.inner, self.axes, zero_stage)
         self.draws = Draws(self.inner, self.dp.position or 0, self.agree.device)
         pairs = [(layer, self.inner.get_layer(layer.name)) for layer in model.layers]
         self.names = {
@@ -156,10 +155,10 @@ class ParallelKeras(ShardedModel):
             return outputs
 
         def whole(y: Any) -> Any:
-            gathered: Any = gather_from_group(y, 0, group=self.dp_group, sizes=sizes)
+            gathered: Any = gather_from_group(y, 0, group=self.dp, sizes=sizes)
             if (mask := getattr(y, "_keras_mask", None)) is not None:
                 # losses and metrics use the mask as a weight
-                gathered._keras_mask = all_gather(mask, group=self.dp_group, sizes=sizes)
+                gathered._keras_mask = all_gather(mask, group=self.dp, sizes=sizes)
             return gathered
 
         return keras.tree.map_structure(whole, outputs)
@@ -186,8 +185,8 @@ class ParallelKeras(ShardedModel):
         if variables := self.trainable_variables:
             with sync.backward("B", last=True):
                 optimizer.scale_loss(loss).backward()
-            gradients = self.shards.gradients(sync.finish())
-            self.shards.add_penalty_gradients(gradients, optimizer.loss_scale_factor or 1.0)
+            scale = optimizer.loss_scale_factor or 1.0
+            gradients = self.shards.gradients(sync.finish(), scale)
             gradients = {v.path: gradients[v.path] for v in variables}
             self.reached = [name for name, g in gradients.items() if g is not None]
             with torch.no_grad():

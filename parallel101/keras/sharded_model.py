@@ -76,7 +76,7 @@ class ShardedModel(keras.Model):
     def get_weights(self) -> list[Any]:
         """Return the whole model's weights, in its order. Collective: all ranks call it."""
         names = [v.path for v in self.inner.weights]
-        whole = self.shards.gather(self.shards.parts(), names)
+        whole = self.shards.layout.gather(self.shards.parts(), names)
         return [keras.ops.convert_to_numpy(whole[name]) for name in names]
 
     def set_weights(self, weights: list[Any]) -> None:
@@ -87,10 +87,7 @@ class ShardedModel(keras.Model):
             raise ValueError("weights: expected arrays of the shapes that get_weights() returns")
         with torch.no_grad():
             for name, whole in zip(names, weights):
-                if name in parts:
-                    parts[name].copy_(
-                        self.shards.cut(name, torch.as_tensor(whole, device=parts[name].device))
-                    )
+                parts[name].copy_(self.shards.layout.cut(name, torch.as_tensor(whole)))
         self.shards.sync.publish()
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
@@ -189,12 +186,8 @@ class ShardedModel(keras.Model):
 
     def get_gradient_sharding_info(self) -> dict[str, Any]:
         """Return whether each rank's optimizer gets gradient shards, and of how many weights."""
-        layouts = self.shards.over_dp, self.shards.over_tp
-        names = [
-            name
-            for name in self.shards.trained
-            if any(layout.entries[name].placements for layout in layouts)
-        ]
+        entries = self.shards.layout.entries
+        names = [name for name in self.shards.trained if entries[name].placements]
         enabled = len(self.agree.ranks) > 1 and bool(names)
         return {"enabled": enabled, "parameter_shards": len(names), "zero_stage": self.zero_stage}
 
@@ -202,5 +195,5 @@ class ShardedModel(keras.Model):
         """Return a text with the plan and the ranks' shards of each weight."""
         plan = [f"{name}: {style}" for name, style in self.plan.items()]
         return "\n".join(
-            [f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()]
+            [f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.layout.describe()]
         )

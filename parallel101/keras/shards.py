@@ -7,7 +7,7 @@ zero_stage 1-3    a Keras variable for this rank's piece of each weight, in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,7 @@ from parallel101.trainers.gradient_sync import (
     Parameters,
     default_bucket_bytes,
 )
-from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.layout import Axes, Layout, entries_of
 from parallel101.trainers.model_layers import layers_of
 from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
@@ -36,13 +36,12 @@ class Shards:
 
     Attributes:
         sync: see `GradientSync`.
-        over_dp, over_tp: how each weight is placed, by path: pieces over dp of this rank's shard
-            over tp, whose sizes may differ along tp.
+        layout: how each weight is placed, by path: pieces over dp of this rank's shard over tp.
         trained: path → the Keras variable that the optimizer updates: the model's own or, under
             ZeRO, this rank's piece of it.
     """
 
-    def __init__(self, inner: Any, lines: Mapping[str, GroupLike], zero_stage: int):
+    def __init__(self, inner: Any, axes: Axes, zero_stage: int):
         own = {v.path: v for v in inner.trainable_variables}
         if not own:
             raise ValueError(f"{inner.name!r} has no trainable weight: there is nothing to train")
@@ -56,74 +55,47 @@ class Shards:
             if isinstance(layer, CutDense)
             for path, shard in layer.shards.items()
         }
-        on_line, on_all = {}, {}
+        shapes = {}
         for v in inner.variables:
-            shape, shard = list(v.shape), cut.get(v.path)
-            on_line[v.path] = Entry(torch.Size(shape), v.value.dtype)
-            if shard is not None:
-                shape[shard.dim] = sum(shard.sizes)
-            on_all[v.path] = Entry(
-                torch.Size(shape), v.value.dtype, {} if shard is None else {"tp": shard}
-            )
-        device = inner.variables[0].value.device
-        self.inner, self.lines = inner, lines
-        self.sync = gradient_sync(
-            inner, {path: v.value for path, v in own.items()}, lines["dp"], zero_stage
-        )
-        for path, pieces in self.sync.placements.items():
-            on_line[path] = on_line[path]._replace(placements={"dp": pieces})
-        dp, tp = (Axes(lines[name], {name: group_of(lines[name]).size}) for name in ("dp", "tp"))
-        self.over_dp, self.over_tp = Layout(dp, on_line, device), Layout(tp, on_all, device)
+            shape = list(v.shape)
+            if v.path in cut:
+                shape[cut[v.path].dim] = sum(cut[v.path].sizes)
+            shapes[v.path] = torch.Size(shape), v.value.dtype
+        self.inner = inner
+        parameters = {path: v.value for path, v in own.items()}
+        self.sync = gradient_sync(inner, parameters, axes.along(["dp"]), zero_stage)
+        entries = entries_of(shapes, {"tp": cut, "dp": self.sync.placements})
+        self.layout = Layout(axes, entries, inner.variables[0].value.device)
         self.trained = {path: self.piece(v) if zero_stage else v for path, v in own.items()}
         for v in self.regularized():
-            if any(layout.entries[v.path].placements for layout in (self.over_dp, self.over_tp)):
+            if entries[v.path].placements:
                 check_regularizer(v.regularizer, v.path)
 
     # ── the whole model, collective ──
 
-    def gather(
-        self, parts: Mapping[str, torch.Tensor], paths: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
-        """Return the whole weights, by path, from each rank's part. Collective."""
-        return self.over_tp.gather(self.over_dp.gather(parts, paths), paths)
-
-    def cut(self, path: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the whole weight."""
-        return self.over_dp.cut(path, self.over_tp.cut(path, whole))
-
     def shape(self, path: str) -> tuple[int, ...]:
         """Return the shape of the whole weight."""
-        return tuple(self.over_tp.entries[path].shape)
-
-    def norms(self, parts: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return the norm of each whole array, by path, from each rank's part of it.
-
-        Every rank gets the same norms. Collective.
-        """
-        squares = self.totals({path: part.double().square().sum() for path, part in parts.items()})
-        return dict(zip(parts, squares.sqrt().tolist()))
+        return tuple(self.layout.entries[path].shape)
 
     def totals(self, of_parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return, for each path, the sum of a number over the parts of all ranks.
-
+        """Return, for each path, the sum of a number over the parts of all ranks, the same on each.
         Collective.
         """
-        numbers = torch.stack(list(of_parts.values()))
-        for axis, layout in (("dp", self.over_dp), ("tp", self.over_tp)):
-            if layout.cut_axes:
-                mine = torch.tensor(
-                    [layout.counts(path) for path in of_parts], device=numbers.device
-                )
-                numbers = all_reduce(numbers * mine, group=self.lines[axis])
-        return numbers
+        numbers, layout = torch.stack(list(of_parts.values())), self.layout
+        if not layout.cut_axes:
+            return numbers
+        counts = torch.tensor([layout.counts(path) for path in of_parts], device=numbers.device)
+        return all_reduce(numbers * counts, group=layout.axes.along(layout.cut_axes))
+
+    def norms(self, parts: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return the norm of each whole array, by path, from each rank's part of it. Collective."""
+        squares = self.totals({path: part.double().square().sum() for path, part in parts.items()})
+        return dict(zip(parts, squares.sqrt().tolist()))
 
     # ── regularizers ──
 
     def regularized(self) -> list[Any]:
-        """Return the variables whose penalties count now.
-
-        Keras leaves out frozen weights.
-        """
+        """Return the variables whose penalties count now. Keras leaves out frozen weights."""
         return [v for v in self.inner.trainable_variables if v.regularizer is not None]
 
     def penalty(self) -> list[torch.Tensor]:
@@ -137,26 +109,11 @@ class Shards:
             }
         return [self.totals(of_parts).sum()] if of_parts else []
 
-    def add_penalty_gradients(
-        self, gradients: dict[str, torch.Tensor | None], scale: float
-    ) -> None:
-        """Add the gradients of the penalties, times `scale`, to those of the batch.
-
-        Each rank computes them for its own shards.
-        """
-        for v in self.regularized():
-            part = self.trained[v.path].value.detach().requires_grad_()
-            (more,) = torch.autograd.grad(v.regularizer(part) * scale, part)
-            gradient = gradients[v.path]
-            gradients[v.path] = more if gradient is None else gradient + more
-
     # ── on this rank ──
 
     def piece(self, variable: Any) -> Any:
         """Return a Keras variable in the memory of this rank's piece, empty if it has none."""
-        empty = torch.nn.Parameter(
-            torch.empty(0, dtype=variable.value.dtype, device=variable.value.device)
-        )
+        empty = torch.nn.Parameter(variable.value.new_empty(0))
         piece = keras.Variable(
             self.sync.owned.get(variable.path, empty), dtype=variable.dtype, name=variable.name
         )
@@ -167,39 +124,37 @@ class Shards:
         """Return this rank's part of each weight, by path."""
         return {v.path: self.trained.get(v.path, v).value for v in self.inner.variables}
 
-    def gradients(self, unused: list[str]) -> dict[str, torch.Tensor | None]:
-        """Return the whole batch's gradient for each variable in `trained`, by path.
-
-        It is None for weights that the loss does not depend on.
+    def gradients(self, unused: list[str], scale: float) -> dict[str, torch.Tensor | None]:
+        """Return the whole batch's gradient for each variable in `trained`, by path, and with it
+        that of its penalty times `scale`. None for weights that the loss does not depend on.
         """
-        found: dict[str, torch.Tensor | None] = {}
+        owned, gradients = self.sync.owned, dict[str, torch.Tensor | None]()
         for path, v in self.trained.items():
-            gradient = (
-                self.sync.owned[path].grad if path in self.sync.owned else torch.empty_like(v.value)
-            )
-            found[path] = None if path in unused else gradient
-        return found
+            gradient = owned[path].grad if path in owned else torch.empty_like(v.value)
+            gradients[path] = None if path in unused else gradient
+        for v in self.regularized():
+            part = self.trained[v.path].value.detach().requires_grad_()
+            (more,) = torch.autograd.grad(v.regularizer(part) * scale, part)
+            gradient = gradients[v.path]
+            gradients[v.path] = more if gradient is None else gradient + more
+        return gradients
 
     # ── the optimizer ──
 
     def optimizer_state(self, optimizer: Any) -> list[torch.Tensor]:
         """Return each of the optimizer's variables for whole weights. Collective."""
-        parts = self.parts()
-        values = [
-            (variable.value.detach(), self.owner(variable, parts))
-            for variable in optimizer.variables
-        ]
-        return [
-            value if path is None else self.gather({path: value}, [path])[path]
-            for value, path in values
-        ]
+        parts, state = self.parts(), []
+        for variable in optimizer.variables:
+            path, value = self.owner(variable, parts), variable.value.detach()
+            state.append(value if path is None else self.layout.gather({path: value}, [path])[path])
+        return state
 
     def set_optimizer_state(self, optimizer: Any, whole: Sequence[torch.Tensor]) -> None:
         """Set the state of an optimizer that was built for this rank's shards."""
         parts = self.parts()
         for variable, value in zip(optimizer.variables, whole, strict=True):
             path = self.owner(variable, parts)
-            variable.assign(value if path is None else self.cut(path, value))
+            variable.assign(value if path is None else self.layout.cut(path, value))
 
     def owner(self, variable: Any, parts: Mapping[str, torch.Tensor]) -> str | None:
         """Return the path of the weight to which a variable of the optimizer belongs.
@@ -236,12 +191,6 @@ class Shards:
         self.set_optimizer_state(copy, [v.value.detach() for v in optimizer.variables])
         return copy
 
-    def describe(self) -> Iterator[str]:
-        """Yield how the ranks hold the weights, a line each."""
-        yield from self.over_tp.describe()
-        if self.over_dp.cut_axes:
-            yield from self.over_dp.describe()
-
 
 def gradient_sync(
     inner: Any, parameters: Parameters, dp: GroupLike, zero_stage: int
@@ -256,22 +205,15 @@ def gradient_sync(
     return GradientSync(parameters) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 
-def axes_of(
-    group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int
-) -> tuple[Axes, dict[str, GroupLike]]:
-    """Return the axes "dp" and "tp" of the ranks, and this rank's line along each.
-
-    Raises ValueError.
-    """
+def axes_of(group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int) -> Axes:
+    """Return the axes "dp" and "tp" of the ranks. Raises ValueError."""
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(
             f"zero_stage={zero_stage!r}: expected 0 (nothing is cut over the data axis), 1, 2 or 3"
         )
     if mesh is None:
-        size = group_of(group).size
-        data = zero_stage > 0 or plan is None
-        axes = Axes(group, {"dp": size if data else 1, "tp": 1 if data else size})
-        return axes, {name: axes.along([name]) for name in ("dp", "tp")}
+        size, data = group_of(group).size, zero_stage > 0 or plan is None
+        return Axes(group, {"dp": size if data else 1, "tp": 1 if data else size})
     names = mesh.mesh_dim_names or ()
     if group is not None:
         raise ValueError("both group= and mesh=: expected one of them")
@@ -280,14 +222,10 @@ def axes_of(
             f'mesh has the axes {names}: expected "dp", "tp" or both; ParallelKeras has no '
             'pipeline ("pp")'
         )
-    axes = Axes(
-        mesh, {name: 1 for name in ("dp", "tp") if name not in names} | dict(zip(names, mesh.shape))
-    )
-    if axes.sizes["dp"] == 1 and zero_stage and "dp" not in names:
+    if zero_stage and "dp" not in names:
         raise ValueError(
             f"zero_stage={zero_stage} cuts over the data axis, and the mesh has none: name an "
             'axis "dp"'
         )
-    return axes, {
-        name: mesh[name] if name in names else axes.along([name]) for name in ("dp", "tp")
-    }
+    sizes = dict(zip(names, mesh.shape))
+    return Axes(mesh, {name: 1 for name in ("dp", "tp") if name not in sizes} | sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,6 +17,9 @@ OURS = (
     "train_on_batch", "test_on_batch", "predict_on_batch", "make_train_function",
     "make_test_function", "make_predict_function",
 )  # fmt: skip
+
+MIXES = "computes a sample's output from other samples too"
+SHARE = ", and each rank has only a share of them"
 
 
 def check_methods(model: Any, names: Sequence[str] = OURS) -> None:
@@ -132,50 +136,38 @@ def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
     """
     total = len(keras.tree.flatten(x)[0])
     count = min(total, 5)
-    sizes = [count // 2, count - count // 2]
     some = keras.tree.map_structure(
         lambda t: keras.ops.convert_to_tensor(t[[i * total // count for i in range(count)]]), x
     )
     device = model.variables[0].value.device
-    cuda = [device] if device.type == "cuda" else []
-    problems: list[str] = []
+    problem = ""
 
     def halves(inputs: Any) -> list[Any]:
-        def half(i: int, t: Any) -> Any:
-            return (
-                t.split(sizes)[i]
-                if isinstance(t, torch.Tensor) and t.ndim and len(t) == count
-                else t
-            )
+        def half(part: slice, t: Any) -> Any:
+            of_samples = isinstance(t, torch.Tensor) and t.shape[:1] == (count,)
+            return t[part] if of_samples else t
 
-        return [keras.tree.map_structure(lambda t, i=i: half(i, t), inputs) for i in range(2)]
+        parts = slice(count // 2), slice(count // 2, None)
+        return [keras.tree.map_structure(partial(half, part), inputs) for part in parts]
 
     def look(layer: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        if problems:
-            return
-        if scope.losses:
-            problems.append(
-                f"{layer.name!r} ({type(layer).__name__}) adds a loss with add_loss, and each "
-                "rank would add that of its share"
-            )
+        nonlocal problem
+        named = f"{layer.name!r} ({type(layer).__name__})"
+        if problem or scope.losses:
+            added = f"{named} adds a loss with add_loss, and each rank would add that of its share"
+            problem = problem or added
         elif not apart(outputs, [layer.forward(*args, **kwargs)]):  # no random numbers
             try:
-                parts = [
-                    layer.forward(*part_args, **part_kwargs)
-                    for part_args, part_kwargs in halves((args, kwargs))
-                ]
+                parts = [layer.forward(*some, **more) for some, more in halves((args, kwargs))]
             except Exception:
                 return  # not all of its inputs have a row for each sample
             if apart(outputs, parts):
-                problems.append(
-                    f"{layer.name!r} ({type(layer).__name__}) computes a sample's output from "
-                    f"other samples too{ONLY_A_SHARE}"
-                )
+                problem = f"{named} {MIXES}{SHARE}"
 
     with (
         torch.no_grad(),
         keras.StatelessScope(collect_losses=True) as scope,
-        torch.random.fork_rng(cuda),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
     ):
         hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in leaves(model)]
         try:
@@ -184,22 +176,10 @@ def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not problems and apart(whole, [run(part, False) for part in halves(some)]):
-            problems.append(
-                f"{model.name!r} computes a sample's output from other samples too, between "
-                f"its layers{ONLY_A_SHARE}"
-            )
-    return (
-        (
-            f"{problems[0]}: leave it out, or use a tensor axis, on which every rank sees the "
-            "whole batch"
-        )
-        if problems
-        else ""
-    )
-
-
-ONLY_A_SHARE = ", and each rank has only a share of them"
+        if not problem and apart(whole, [run(part, False) for part in halves(some)]):
+            problem = f"{model.name!r} {MIXES}, between its layers{SHARE}"
+    advice = "leave it out, or use a tensor axis, on which every rank sees the whole batch"
+    return problem and f"{problem}: {advice}"
 
 
 def apart(whole: Any, parts: list[Any]) -> bool:
@@ -210,23 +190,17 @@ def apart(whole: Any, parts: list[Any]) -> bool:
     """
 
     def near(a: torch.Tensor, b: torch.Tensor) -> bool:
-        if a.shape != b.shape:
-            return False
         tolerance = max(1e-2, 10 * torch.finfo(a.dtype).eps) * a.abs().max() if a.numel() else 0
-        return torch.allclose(a, b, rtol=0, atol=float(tolerance), equal_nan=True)
-
-    def joined(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
-        return (
-            one.ndim > 0
-            and all(other.shape[1:] == one.shape[1:] for other in others)
-            and near(one, torch.cat(others))
+        return a.shape == b.shape and torch.allclose(
+            a, b, rtol=0, atol=float(tolerance), equal_nan=True
         )
 
-    rows = [
-        row
-        for row in zip(*map(keras.tree.flatten, [whole, *parts]))
-        if isinstance(row[0], torch.Tensor) and row[0].is_floating_point()
-    ]
-    return not all(
-        all(near(one, other) for other in others) or joined(one, others) for one, *others in rows
-    )
+    for one, *others in zip(*map(keras.tree.flatten, [whole, *parts])):
+        if isinstance(one, torch.Tensor) and one.is_floating_point():
+            like = one.ndim and all(other.shape[1:] == one.shape[1:] for other in others)
+            joined = [torch.cat(others)] if like else []
+            if not any(
+                all(near(one, t) for t in tensors) for tensors in (others, joined) if tensors
+            ):
+                return True
+    return False
