@@ -244,15 +244,13 @@ def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, 
         if styles[layer.name] == "column":
             partner = next_dense(layer, users)
             if partner is None or styles.get(partner.name) != "row":
-                problem = (
-                    f'{partner.name!r}, which reads them, is not "row"'
-                    if partner
-                    else f"{reader(layer, users)} needs whole ones"
-                )
+                readers = ["the loss" if user is None else repr(user.name) for user in users[layer]]
+                function = getattr(layer.activation, "__name__", layer.activation)
                 raise ValueError(
-                    f'plan: the outputs of {layer.name!r} stay cut ("column"), but {problem}. '
-                    'Make the next Dense layer "row", '
-                    'with only elementwise functions between them, or this one "column_gather"'
+                    f'plan: the outputs of {layer.name!r} stay cut ("column"). They go through its '
+                    f"activation {function!r} to {' and '.join(readers)}, and only elementwise "
+                    'functions and one Dense layer that is "row" can take them: make the next one '
+                    '"row", or this one "column_gather"'
                 )
             cut.add(partner)
     return cut
@@ -280,13 +278,6 @@ def elementwise(activation: Any) -> bool:
     """Return whether Keras's own activation acts on each element alone."""
     name = getattr(activation, "__name__", "linear" if activation is None else "")
     return name in ELEMENTWISE and (activation is None or keras.activations.get(name) is activation)
-
-
-def reader(layer: Any, users: Mapping[Any, list[Any]]) -> str:
-    """Return the names of the readers of a layer's outputs, in words."""
-    if not elementwise(layer.activation):
-        return f"its activation {getattr(layer.activation, '__name__', layer.activation)!r}"
-    return " and ".join("the loss" if user is None else repr(user.name) for user in users[layer])
 
 
 def users_of(model: Any) -> dict[Any, list[Any]]:

@@ -104,7 +104,7 @@ class ParallelKeras(ShardedModel):
         )
         if len(self.agree.ranks) > 1:
             check_model(model, samples_are_cut=self.dp.size > 1)
-        self.inner, self.plan = model, {}
+        self.inner, self.plan = model, dict[str, str]()
         if self.tp.size > 1 and plan is not None:
             check_methods(model, ["call"])
             with nothing_drawn():
@@ -145,11 +145,7 @@ class ParallelKeras(ShardedModel):
             )
         sizes = split_sizes(total, self.dp.size)
         mine = keras.tree.map_structure(lambda t: t.split(sizes)[self.dp.position], x)
-        with (
-            self.draws.own()
-            if training and self.draws.seeds and self.dp.size > 1
-            else nullcontext()
-        ):
+        with self.draws.own() if training and self.dp.size > 1 else nullcontext():
             outputs = self.run(mine, training)
         if self.dp.size == 1:
             return outputs

@@ -44,6 +44,9 @@ class Draws:
 
         Afterwards all ranks draw the same numbers again.
         """
+        if not self.seeds:
+            yield
+            return
         seed = int(torch.randint(2**31, ()))
         for v in self.seeds:
             v.assign(v.value + self.offset.to(v.value.dtype))

@@ -23,9 +23,6 @@ import torch
 
 from parallel101.keras.dense import layers_within, set_trainable, trainable
 from parallel101.keras.randomness import nothing_drawn
-from parallel101.keras.shards import Shards
-from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.layout import Axes
 
 
 def held(kind: str) -> property:
@@ -49,18 +46,11 @@ class ShardedModel(keras.Model):
         inner: the model that this rank computes with.
         shards: what this rank holds of each weight of `inner`.
         recipe: the class and the config of the whole model.
-        agree, axes: the ranks.
+        agree, axes: the ranks; see `Agreement`, `Axes`.
         plan, zero_stage: how the weights are cut; see `ParallelKeras`.
         optimizer: updates this rank's shards; compile sets it.
     """
 
-    inner: Any
-    shards: Shards
-    recipe: tuple[Any, dict[str, Any]]
-    agree: Agreement
-    axes: Axes
-    plan: dict[str, str]
-    zero_stage: int
     optimizer: Any
 
     # those that this rank holds: under ZeRO, its pieces of the trained ones
@@ -119,9 +109,8 @@ class ShardedModel(keras.Model):
         whole = self.agree.all_or_none(f"load {os.fspath(filepath)!r}", load)
         self.set_weights(whole.get_weights())
         if state:
-            self.shards.set_optimizer_state(
-                self.optimizer, [v.value.detach() for v in whole.optimizer.variables]
-            )
+            read = [v.value.detach() for v in whole.optimizer.variables]
+            self.shards.set_optimizer_state(self.optimizer, read)
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -141,11 +130,8 @@ class ShardedModel(keras.Model):
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Return the optimizer's whole state; it is empty before the first step. Collective."""
-        return (
-            self.shards.optimizer_state(self.optimizer)
-            if self.compiled and self.optimizer and self.optimizer.built
-            else []
-        )
+        built = self.compiled and self.optimizer and self.optimizer.built
+        return self.shards.optimizer_state(self.optimizer) if built else []
 
     def rebuilt(self, weights: list[Any], state: list[torch.Tensor]) -> Any:
         """Return the model of one process with these weights, compiled as this one is.
@@ -158,14 +144,11 @@ class ShardedModel(keras.Model):
         set_trainable(layers_within(whole), trainable(self.inner))
         whole.set_weights(weights)
         if self.compiled:
-            optimizer = self.optimizer and type(self.optimizer).from_config(
-                self.optimizer.get_config()
-            )
+            mine = self.optimizer
+            optimizer = mine and type(mine).from_config(mine.get_config())
             whole.compile(**{**self._compile_config.config, "optimizer": optimizer})
         if state:
-            same = {
-                mine.path: variable for mine, variable in zip(self.inner.weights, whole.weights)
-            }
+            same = {mine.path: theirs for mine, theirs in zip(self.inner.weights, whole.weights)}
             optimizer.build([same[v.path] for v in self.optimizer._trainable_variables])
             for variable, value in zip(optimizer.variables, state, strict=True):
                 variable.assign(value)

@@ -101,15 +101,12 @@ def check_optimizer(optimizer: Any) -> None:
         )
     start = torch.linspace(-1, 1, 24).view(4, 6)
     steps = torch.linspace(0.2, 3, 72).sin().view(3, 4, 6)
-    plain = {"clipnorm": None, "global_clipnorm": None, "clipvalue": None}
-    plain |= {"gradient_accumulation_steps": None, "loss_scale_factor": None}
+    names = "clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor"
+    plain = dict.fromkeys([*names, "gradient_accumulation_steps"])
 
     def updated(cut: Any) -> torch.Tensor:
         copy = type(optimizer).from_config({**optimizer.get_config(), **plain})
-        variables = [
-            keras.Variable(part.clone(), dtype="float32", name=f"part_{i}")
-            for i, part in enumerate(cut(start))
-        ]
+        variables = [keras.Variable(part.clone(), dtype="float32") for part in cut(start)]
         for gradient in steps:
             copy.apply(list(cut(gradient)), variables)
         return torch.cat([v.value.detach().reshape(-1) for v in variables])

@@ -604,8 +604,8 @@ def refused(line):
         "'nothing' matches no layer": lambda: plan({"nothing": "row"}),
         "'up' has the style 'vocabulary': expected one of": lambda: plan({"up": "vocabulary"}),
         "'act' is a ReLU": lambda: plan({"act": "row"}),
-        "'down', which reads them, is not \"row\"": lambda: plan({"*": "column"}),
-        "its activation 'softmax' needs whole ones": lambda: plan(
+        "activation 'linear' to 'act', and only": lambda: plan({"*": "column"}),
+        "activation 'softmax' to 'act', and only": lambda: plan(
             {"up": "column"}, activation="softmax"
         ),
     }
