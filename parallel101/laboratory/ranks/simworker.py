@@ -88,10 +88,8 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
         run = simulate(
             rank_main,
             job.world_size,
-            payload_bytes=job.payload_bytes,
-            recording=job.recording,
-            keep_waiting=job.keep_waiting,
             on_start=watcher.watch,
+            **job.recorder_options,
             **job.simulated,
         )
     _this_thread.rank = None

@@ -123,7 +123,7 @@ def join_job(
         monitor = MonitorThread(Monitor(job, write_on_stderr, folder), store)
         monitor.start()
     wire, monitor_pid = connect(rank, store, job.timeout)
-    recorder = job.recorder(rank)
+    recorder = RankRecorder(rank, **job.recorder_options)
     watcher = JobWatcher(recorder, wire, job.timeout, keep_record, monitor_pid)
     watcher.start()
     hook = sys.excepthook
@@ -137,7 +137,9 @@ def join_job(
         if _launches > 1:
             # each init adds one that puts "[rank0]:" before every line of a traceback
             sys.excepthook = hook
-        watcher.stop()
+        watcher.over.set()
+        watcher.join(GRACE)
+        wire.sock.close()
         if monitor is not None:
             monitor.join(2 * GRACE)
         if dist.is_initialized():
@@ -349,12 +351,6 @@ class JobWatcher(Watcher):
         if isinstance(error, LaunchTimeout):
             self._write(f"was at {self._where()}")
         os._exit(1)
-
-    def stop(self) -> None:
-        """End the watcher: the launch is over."""
-        self.over.set()
-        self.join(GRACE)
-        self.wire.sock.close()
 
     def _where(self) -> str:
         return shown(self.place())

@@ -24,7 +24,6 @@ import torch
 from parallel101.laboratory.ranks.pickling import bytes_of, pack, unpack
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.events import EventRow
-from parallel101.laboratory.record.recorder import RankRecorder
 
 # Kinds of frames to a rank of a launch: its rank, its Job, where it meets the others, and the
 # arguments of worker.prepare; the packed program.
@@ -66,14 +65,11 @@ class Job:
         """Return the number of processes. On sim, one is all ranks."""
         return 1 if self.backend == "sim" else self.world_size
 
-    def recorder(self, rank: int) -> RankRecorder:
-        """Return the recorder of a real rank, on the thread of its program."""
-        return RankRecorder(
-            rank,
-            recording=self.recording,
-            payload_bytes=self.payload_bytes,
-            keep_waiting=self.keep_waiting,
-        )
+    @property
+    def recorder_options(self) -> dict[str, Any]:
+        """Return the options of a RankRecorder, and of `simulate`."""
+        names = "recording", "payload_bytes", "keep_waiting"
+        return {name: getattr(self, name) for name in names}
 
 
 class RankRecord(NamedTuple):

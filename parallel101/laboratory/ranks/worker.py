@@ -31,6 +31,7 @@ import torch.distributed as dist
 from parallel101.laboratory.ranks.program import run_rank, torchrun_environment, unpack_program
 from parallel101.laboratory.ranks.watcher import Watcher, exit_process
 from parallel101.laboratory.ranks.wire import JOB, Job, Wire
+from parallel101.laboratory.record.recorder import RankRecorder
 
 SEND_BUFFER = 208 * 1024  # bytes, of which Linux makes twice as many; it allows so many everywhere
 
@@ -77,7 +78,7 @@ def main(*, control: int, status: int = -1) -> NoReturn:
 def run_real_rank(rank: int, job: Job, rendezvous: str, wire: Wire, loaded: set[str]) -> None:
     """Run the program as one real rank. `rendezvous`: the path of the file by which ranks meet."""
     packed = wire.receive_packed()[1:]
-    watcher = Watcher(job.recorder(rank), wire)
+    watcher = Watcher(RankRecorder(rank, **job.recorder_options), wire)
     watcher.start()
 
     def load() -> tuple[Callable, tuple, dict]:
