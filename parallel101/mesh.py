@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -93,37 +93,25 @@ def group_of(group: GroupLike = None) -> Group:
     if isinstance(group, int) and group == OUTSIDE:
         return Group((), None, (0,), None)
     if isinstance(group, dist.ProcessGroup):
-        ranks = tuple(dist.get_process_group_ranks(group))
-        return Group(ranks, ranks.index(me), (len(ranks),), group, _axes(group))
+        ranks, axis = tuple(dist.get_process_group_ranks(group)), axis_described(group.group_desc)
+        return Group(ranks, ranks.index(me), (len(ranks),), group, (axis,) if axis else ())
     if isinstance(group, DeviceMesh):
         if group.get_coordinate() is None:  # on an idle rank a sliced mesh does not know its ranks
             return Group((), None, (0,), None)
-        ranks = tuple(group.mesh.flatten().tolist())
-        return Group(
-            ranks, ranks.index(me), tuple(group.mesh.shape), None, tuple(group.mesh_dim_names or ())
-        )
-    ranks = _ranks_in_order(group, world_size)
-    return Group(ranks, ranks.index(me) if me in ranks else None, (len(ranks),), None)
-
-
-def _axes(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the name of the mesh axis that made the group, or nothing."""
-    axis = axis_described(group.group_desc)
-    return () if axis is None else (axis,)
-
-
-def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
-    ranks = tuple(group) if isinstance(group, Sequence) else ()  # not a set, which has no order
-    if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
+        ranks, names = tuple(group.mesh.flatten().tolist()), tuple(group.mesh_dim_names or ())
+        return Group(ranks, ranks.index(me), tuple(group.mesh.shape), None, names)
+    # not a set, which has no order
+    given: tuple[Any, ...] = (*group,) if isinstance(group, Sequence) else ()
+    if not given or any(type(rank) is not int for rank in given):
         raise TypeError(
             f"group={group!r}: expected None (all ranks), ranks in order such as [0, 2, 3], a "
             "ProcessGroup or a DeviceMesh"
         )
-    if len(set(ranks)) < len(ranks):
-        raise ValueError(f"group={list(ranks)} names a rank twice: each rank has one position")
-    if not all(0 <= rank < world_size for rank in ranks):
-        raise ValueError(f"group={list(ranks)}: expected ranks from 0 to {world_size - 1}")
-    return ranks
+    if len(set(given)) < len(given) or not all(0 <= rank < world_size for rank in given):
+        raise ValueError(
+            f"group={list(given)}: expected ranks from 0 to {world_size - 1}, none of them twice"
+        )
+    return Group(given, given.index(me) if me in given else None, (len(given),), None)
 
 
 def along(shape: Sequence[int], position: int, axes: Sequence[int]) -> list[int]:

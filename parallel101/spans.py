@@ -122,11 +122,8 @@ def axis_described(description: str) -> str | None:
     None.
     """
     made_by, _, name = description.partition("_")
-    return (
-        name
-        if made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit()
-        else None
-    )
+    named = made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit()
+    return name if named else None
 
 
 def set_current_collective(collective: Collective | None) -> None:
@@ -205,11 +202,7 @@ def compute(seconds: float) -> None:
 
     On real ranks it does nothing: their time is real.
     """
-    try:
-        valid = seconds >= 0
-    except TypeError:  # not a number
-        valid = False
-    if not valid:
+    if not (hasattr(seconds, "__float__") and float(seconds) >= 0):
         raise ValueError(
             "compute() takes the seconds to pass on a virtual rank's clock, zero or more; got "
             f"{seconds!r}"

@@ -439,15 +439,8 @@ def all_to_all(
     """
 
     def forward(x: Tensor) -> Tensor:
-        return raw.all_to_all(
-            x,
-            split_dim,
-            concat_dim,
-            group=group,
-            split_sizes=split_sizes,
-            concat_sizes=concat_sizes,
-            algorithm=algorithm,
-        )
+        sizes = {"split_sizes": split_sizes, "concat_sizes": concat_sizes}
+        return raw.all_to_all(x, split_dim, concat_dim, group=group, algorithm=algorithm, **sizes)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
         one_dim = split_dim % len(shape) == concat_dim % len(shape)
@@ -456,15 +449,8 @@ def all_to_all(
         joined = concat_sizes or [mine] * p
         # these two refuse sizes along one dim: see the docstring
         back = "auto" if one_dim and algorithm in ("bruck", "torus") else algorithm
-        return all_to_all(
-            g,
-            concat_dim,
-            split_dim,
-            group=group,
-            split_sizes=joined,
-            concat_sizes=cut,
-            algorithm=back,
-        )
+        sizes = {"split_sizes": joined, "concat_sizes": cut}
+        return all_to_all(g, concat_dim, split_dim, group=group, algorithm=back, **sizes)
 
     return differentiable("all_to_all", x, group, forward, backward)
 

@@ -54,15 +54,9 @@ def differentiable(
     Raises NotImplementedError for forward-mode AD.
     """
     if torch.compiler.is_compiling():  # torch.compile cannot trace messages: break the graph here
-        return torch.compiler.disable(differentiable)(
-            operation,
-            x,
-            group,
-            forward,
-            backward,
-            collective=collective,
-            local_backward=local_backward,
-        )
+        options = {"collective": collective, "local_backward": local_backward}
+        outside = torch.compiler.disable(differentiable)
+        return outside(operation, x, group, forward, backward, **options)
     if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:
         raise NotImplementedError(
             "x carries a tangent (forward-mode AD), but collectives have only a backward: use "

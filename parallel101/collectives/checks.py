@@ -99,7 +99,9 @@ def prepare(
         return None
     if "blocks" in arguments:
         sizes = block_sizes(x, dim, arguments.pop("blocks"), members)
-    arguments |= {"algorithm": algorithm, "segment_bytes": segment_bytes}
+    arguments["algorithm"] = algorithm
+    if "pipelined_chain" in algorithms:
+        arguments["segment_bytes"] = segment_bytes
     comm = begin(operation, members, x, uneven=uneven, sizes=sizes, **arguments)
     run = choose(operation, algorithm, {**algorithms, **on_a_mesh}, nbytes, comm.size)
     if segment_bytes is not None:

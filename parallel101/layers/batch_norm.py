@@ -88,10 +88,10 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.mesh.takes(x, cut=()):
             return x.clone()
-        if x.dim() < 2 or x.shape[1] != self.channels:
+        if x.dim() < 2 or x.shape[1] != self.channels or not x.is_floating_point():
             raise ValueError(
-                f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, "
-                "…) on this rank"
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected (samples, "
+                f"{self.channels} channels, …) of a floating-point dtype on this rank"
             )
         # bfloat16 can't represent 257, so it can't count the samples
         given, x = x, x.to(torch.promote_types(x.dtype, torch.float32))

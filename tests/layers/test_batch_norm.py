@@ -47,11 +47,8 @@ def trained(norm, batches, channels=slice(None), cut=lambda x: x):
 
 
 def batches_of(shape):
-    return (
-        torch.randn((3, *shape), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        * 3
-        + 100
-    )
+    made = torch.Generator().manual_seed(5)
+    return torch.randn((3, *shape), generator=made, dtype=torch.float64) * 3 + 100
 
 
 def differences(cases):
@@ -65,35 +62,26 @@ def differences(cases):
             if where is None:
                 wrong += [name] * (norm(torch.empty(0)).numel() != 0)
                 continue
-            sizes = split_sizes(shape[1], mesh_shape[1] if len(mesh_shape) > 1 else 1)
+            sizes = split_sizes(shape[1], *mesh_shape[1:2] or (1,))
             at = where[1] if len(mesh_shape) > 1 else 0
             channels = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
-            found = trained(
-                norm, batches_of(shape), channels, cut=functools.partial(block, mesh=mesh)
-            )
-            torchs = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](
-                shape[1], dtype=torch.float64, **options
-            )
+            cut = functools.partial(block, mesh=mesh)
+            found = trained(norm, batches_of(shape), channels, cut)
+            kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+            torchs = kind(shape[1], dtype=torch.float64, **options)
             for key, whole in trained(torchs, batches_of(shape)).items():
-                expected = (
-                    block(whole, mesh)
-                    if whole.dim() > 1
-                    else whole[channels]
-                    if whole.dim()
-                    else whole
-                )
-                if not torch.allclose(
-                    found[key].to(expected.dtype), expected, rtol=1e-10, atol=1e-11
-                ):
+                if whole.dim() > 1:
+                    whole = cut(whole)
+                elif whole.dim():
+                    whole = whole[channels]
+                if not torch.allclose(found[key].to(whole.dtype), whole, rtol=1e-10, atol=1e-11):
                     wrong.append((name, options, key))
     return wrong
 
 
 def test_it_equals_torchs_of_the_whole_batch():
-    assert (
-        p101.launch(differences, CASES, world_size=5, backend="sim", rules="nccl").results
-        == [[]] * 5
-    )
+    run = p101.launch(differences, CASES, world_size=5, backend="sim", rules="nccl")
+    assert run.results == [[]] * 5
 
 
 def in_half_precision():
@@ -113,8 +101,8 @@ def messages_and_errors():
     norm = BatchNorm(mesh, 3)
     norm.eval()
     norm(torch.ones(4, 3, 2))
-    said = []
-    for x in (torch.ones(4, 5), torch.ones(4), torch.ones(1 - mesh.get_coordinate()[0], 3)):
+    said, only_one = [], torch.ones(1 - mesh.get_coordinate()[0], 3)
+    for x in (torch.ones(4, 5), torch.ones(4), torch.ones(4, 3, dtype=torch.int64), only_one):
         try:
             norm.train()(x)
         except ValueError as error:
@@ -124,15 +112,8 @@ def messages_and_errors():
 
 def test_evaluation_sends_nothing_and_what_it_refuses():
     run = p101.launch(messages_and_errors, world_size=2, backend="sim")
-    assert run.results[0] == run.results[1]
-    for said, expected in zip(
-        run.results[0],
-        (
-            "expected (samples, 3 channels, …)",
-            "expected (samples",
-            "expected at least 2 in training",
-        ),
-    ):
-        assert expected in said
-    assert len(run.results[0]) == 3
+    *wrong, too_few = run.results[0]
+    assert run.results[1] == run.results[0] and len(wrong) == 3
+    assert all("expected (samples, 3 channels, …) of a floating-point dtype" in w for w in wrong)
+    assert "expected at least 2 in training" in too_few
     assert sum(run.trace.messages_sent) == 2, "the all-reduce that found one value only"

@@ -8,25 +8,13 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import parallel101 as p101
 from parallel101.layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, SumReduce
 from tests.autograd.test_collectives import inner_products, random, unequal
 from tests.collectives.cases import values
 from tests.layers.cases import block
-
-
-def the_documents_examples():
-    mesh = init_device_mesh("cpu", (2, 2, 3))
-    gathered = p101.layers.AllGather(mesh, axes=(2,))(torch.rand(3, 7, 4))
-    summed = p101.layers.AllSumReduce(mesh, axes=(1, 2))(torch.ones(3, 7, 5))
-    return gathered.shape, summed.shape, summed.unique().tolist()
-
-
-def test_the_documents_examples():
-    results = p101.launch(the_documents_examples, world_size=12, backend="sim").results
-    assert results == [((3, 7, 12), (3, 7, 5), [6.0])] * 12
 
 
 class Box:
@@ -48,13 +36,8 @@ class Box:
 
     def line(self, axes):
         """The ranks that differ from this one along these axes, row by row."""
-        return (
-            self.ranks[
-                tuple(slice(None) if axis in axes else c for axis, c in enumerate(self.where))
-            ]
-            .flatten()
-            .tolist()
-        )
+        place = (slice(None) if axis in axes else c for axis, c in enumerate(self.where))
+        return self.ranks[tuple(place)].flatten().tolist()
 
     def root(self, axes):
         return self.at(0 if axis in axes else c for axis, c in enumerate(self.where))
@@ -67,9 +50,8 @@ def expected_of(box, axes, whole, others):
     """
     if box.where is None:
         nothing = torch.empty(0, dtype=torch.float64)
-        return dict.fromkeys(
-            (AllGather, ReduceScatter, AllSumReduce, SumReduce, Broadcast), (nothing, nothing)
-        )
+        kinds = AllGather, ReduceScatter, AllSumReduce, SumReduce, Broadcast
+        return dict.fromkeys(kinds, (nothing, nothing))
     x = values(7, whole)  # the whole tensor
     # of what is whole along the axes, and cut by the others
     shape = block(x, box.mesh, others).shape
@@ -93,36 +75,27 @@ def wrong_on_a_box(shape, wholes):
     """
     box, wrong, products = Box(shape), [], {}
     every = range(len(shape))
-    subsets = [
-        axes for count in range(len(shape) + 1) for axes in itertools.combinations(every, count)
-    ]
-    for whole, axes in itertools.product(wholes, subsets):
+    subsets = (itertools.combinations(every, count) for count in range(len(shape) + 1))
+    for whole, axes in itertools.product(wholes, itertools.chain(*subsets)):
         equal = all(n % p == 0 for n, p in zip(whole, shape))
         others = [axis for axis in every if axis not in axes]
         for kind, (x, expected) in expected_of(box, axes, whole, others).items():
-            options = (
-                {}
-                if kind is AllSumReduce or (equal and kind is not Broadcast)
-                else {"shape": whole}
-            )
-            layer = kind(box.mesh, axes, **options)
+            known = kind is AllSumReduce or (equal and kind is not Broadcast)
+            options = {} if known else {"shape": whole}
+            layer, names = kind(box.mesh, axes, **options), [("a", "b", "c")[axis] for axis in axes]
             before, y = x.clone(), layer(x)
             checks = {
                 "value": y.shape == expected.shape and torch.equal(y, expected),
                 "no graph": not y.requires_grad,
-                "not in place": torch.equal(x, before)
-                and (y.numel() == 0 or y.data_ptr() != x.data_ptr()),
-                "by name": kind(box.mesh, [("a", "b", "c")[axis] for axis in axes], **options).mesh
-                == layer.mesh,
+                "x is kept": torch.equal(x, before),
+                "not in place": y.numel() == 0 or y.data_ptr() != x.data_ptr(),
+                "by name": kind(box.mesh, names, **options).mesh == layer.mesh,
             }
             products[kind, axes, whole] = inner_products(layer, random(x.shape, 3))
-            wrong += [
-                (kind.__name__, axes, whole, name) for name, right in checks.items() if not right
-            ]
+            wrong += [(kind.__name__, axes, whole, name) for name, ok in checks.items() if not ok]
         if whole == wholes[-1]:
-            wrong += [
-                (axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)
-            ]
+            composed = used_twice_and_composed(box, axes, whole, others)
+            wrong += [(axes, whole, name) for name in composed]
     return wrong + list(unequal(products).items())
 
 
@@ -133,11 +106,7 @@ def used_twice_and_composed(box, axes, whole, others):
     """
     shape = (0,) if box.where is None else block(values(7, whole), box.mesh, others).shape
     x, u = values(dist.get_rank(), shape).requires_grad_(), values(dist.get_rank() + 50, shape)
-    all_sum, down, up = (
-        AllSumReduce(box.mesh, axes),
-        SumReduce(box.mesh, axes),
-        Broadcast(box.mesh, axes),
-    )
+    all_sum, down, up = (kind(box.mesh, axes) for kind in (AllSumReduce, SumReduce, Broadcast))
     ((all_sum(x) * u).sum() + (all_sum(x * 3) * u).sum()).backward()
     twice, x.grad = x.grad, None
     y = up(down(x))
@@ -146,9 +115,8 @@ def used_twice_and_composed(box, axes, whole, others):
         yield "used twice"
     if not torch.equal(y, all_sum(x)):
         yield "SumReduce, then Broadcast"
-    if box.where is not None and not torch.equal(
-        Broadcast(box.mesh, axes, shape=whole)(x.detach()), values(box.root(axes), shape)
-    ):
+    copied = Broadcast(box.mesh, axes, shape=whole)(x.detach())
+    if box.where is not None and not torch.equal(copied, values(box.root(axes), shape)):
         yield "Broadcast ignores the values of the ranks that only receive"
 
 

@@ -79,15 +79,9 @@ def wrong_between_two_meshes(cases):
         absent, mine = torch.empty(0, 1, 7, 5, dtype=torch.float64), values(me, (1, 7, 5))
         down, up = SumReduce(mesh, axes, target=roots), Broadcast(mesh, axes, source=roots)
         x = absent if my_root is None else mine
-        total = (
-            torch.stack([values(rank, (1, 7, 5)) for rank in members[me]]).sum(0)
-            if me in members
-            else absent
-        )
-        source, copy = (
-            (mine if me in members else absent),
-            (absent if my_root is None else values(my_root, (1, 7, 5))),
-        )
+        summed = [values(rank, (1, 7, 5)) for rank in members.get(me, [])]
+        total, source = (torch.stack(summed).sum(0), mine) if summed else (absent, absent)
+        copy = absent if my_root is None else values(my_root, (1, 7, 5))
         for layer, given, expected in ((down, x, total), (up, source, copy)):
             if not torch.equal(layer(given), expected):
                 wrong.append((name, str(layer)))
@@ -134,12 +128,8 @@ def moved(source, target, whole):
         ranks = (start + torch.arange(torch.Size(shape).numel())).view(shape)
         for axis, n in enumerate(whole[: len(shape)]):
             ranks = ranks.repeat_interleave(torch.tensor(split_sizes(n, shape[axis])), axis)
-        return (
-            ranks.view(*ranks.shape, *[1] * (len(whole) - ranks.dim()))
-            .expand(whole)
-            .flatten()
-            .tolist()
-        )
+        inner = [1] * (len(whole) - ranks.dim())
+        return ranks.view(*ranks.shape, *inner).expand(whole).flatten().tolist()
 
     return Counter(pair for pair in zip(owners(*source), owners(*target)) if pair[0] != pair[1])
 
