@@ -96,13 +96,11 @@ def all_gather(x):
     return torch.cat(xs)""",
 }
 
-UNHIDDEN = f"""
+WITH_THE_PACKAGE = {
+    "the package's own": f"""
 sys.meta_path[:] = [f for f in sys.meta_path if "parallel101" not in type(f).__module__]
 sys.path.insert(0, {str(Path(parallel101.__file__).parents[1])!r})
-from parallel101.collectives.all_gather import all_gather"""
-WITH_THE_PACKAGE = {
-    "sys.meta_path and the package's own": UNHIDDEN,
-    "the same where files are not closed": UNHIDDEN,
+from parallel101.collectives.all_gather import all_gather""",
     "the package's own, from memory": """
 gc.unfreeze()
 functions = [f for f in gc.get_objects() if type(f) is type(rank)]
@@ -111,7 +109,7 @@ theirs = [f for f in functions if (f.__module__, f.__name__) == name][0]
 def all_gather(x): return theirs(x)""",
 }
 CHEATS |= WITH_THE_PACKAGE
-AROUND = {"the same where files are not closed", "a file"}
+AROUND = {"the package's own", "a file"}
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +152,7 @@ def test_no_points(exercise, name, monkeypatch):
     if name in WITH_THE_PACKAGE:
         assert "parallel101" in verdict.problem, verdict
     elif name in AROUND:  # the values are right, and earn nothing
-        assert "received 0 bytes in messages" in verdict.findings[0].message, (
-            verdict.problem or verdict.findings[0].message
-        )
+        assert "received 0 bytes in messages" in verdict.findings[0].message, verdict
 
 
 def test_a_case_for_which_no_time_is_left_fails(exercise, monkeypatch):
@@ -302,10 +298,8 @@ def all_gather(x):
     assert verdict.shown.printed == [f"{[True] * 9} []\n"] * 2, verdict.problem
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "refused"])
-def test_no_file_of_the_package_can_be_opened(exercise, monkeypatch, closed):
-    if not closed:
-        open_files(monkeypatch)
+def test_no_file_of_the_package_can_be_opened(exercise, monkeypatch):
+    open_files(monkeypatch)
     package = Path(parallel101.__file__).parent
     inside = "__init__.py", "collectives/all_gather.py", "laboratory/grade/exercise.py"
     code = f"""
