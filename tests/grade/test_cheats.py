@@ -181,6 +181,10 @@ HOSTILE = {
         RAW % '["x", {"x": {"tensor": "int8", "shape": [268435456, 268435456, 0], "order": []}}]',
         "ended without a result",
     ),
+    "a shape below zero": (
+        RAW % '["x", {"tensor": "int8", "shape": [-1], "order": [0]}]',
+        "be read",
+    ),
     "no frame": (RAW % '["call"]', "can't be read"),
     "no call": ("c.send('wait', call=9)", "can't repeat"),
     "a root that is no number": (BROADCAST, "called broadcast"),

@@ -92,7 +92,7 @@ def test_check_grades_the_file_on_disk_and_says_that_the_kernel_holds_another_ve
 
 def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
     verdict = graded(homework, SENDS_FIRST)
-    assert "Everyone sends first." in str(verdict)
+    assert "the right value\n  ✗ steps" in str(verdict) and "Everyone sends first." in str(verdict)
     assert "rank 1 waits in send to rank 0, at hw1.py:" in str(verdict)
     assert "line 8: work = dist.send(" in verdict.picture.svg()
     page = BeautifulSoup(verdict._repr_html_(), "html.parser")
