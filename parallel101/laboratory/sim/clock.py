@@ -20,6 +20,7 @@ from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from parallel101.laboratory.record.errors import broken_connection, reports_anot
 from parallel101.laboratory.record.events import EventRow, span_event
 from parallel101.laboratory.record.program_lines import caller, where
 from parallel101.laboratory.record.wait_for import find_deadlock
-from parallel101.laboratory.sim.network import Links, Network, TimedEvent
+from parallel101.laboratory.sim.network import Links, Network
 from parallel101.laboratory.sim.time_limits import TimeLimits, Waitable
 from parallel101.spans import record_into
 
@@ -83,10 +84,6 @@ class VirtualRank:
         self.unwaited: set[Any] = set()
         # works that have ended, and whose future is to be set on the rank's own thread
         self.finished_futures: list[Any] = []
-
-    def fire(self) -> None:
-        """Wake the rank, because the world's time has reached its clock."""
-        self.world.wake(self)
 
     def set_futures(self) -> None:
         """Set the futures of works that have ended, on the rank's own thread."""
@@ -171,7 +168,7 @@ class World:
         self._woken: list[int] = []
         self._pollers: list[VirtualRank] = []
         self._idle_polls = 0
-        self._scheduled: dict[float, list[TimedEvent]] = {}
+        self._scheduled: dict[float, list[Callable[[], None]]] = {}
         self._times: list[float] = []  # a heap of the keys of `_scheduled`
         self._threads: set[threading.Thread] = set()
         self._mover: ThreadPoolExecutor
@@ -222,8 +219,8 @@ class World:
 
     # ---- what ranks, messages and collectives call ----
 
-    def schedule(self, time: float, event: TimedEvent) -> None:
-        """Let `event.fire()` be called at `time`."""
+    def schedule(self, time: float, event: Callable[[], None]) -> None:
+        """Let `event()` be called at `time`."""
         events = self._scheduled.get(time)
         if events is None:
             self._scheduled[time] = [event]
@@ -231,12 +228,10 @@ class World:
         else:
             events.append(event)
 
-    def in_flight(self) -> list[TimedEvent]:
-        """Return the events that wait for links, or have a time at which they will end."""
-        return [
-            *self.links.waiting(),
-            *(event for events in self._scheduled.values() for event in events),
-        ]
+    def in_flight(self) -> list[Any]:
+        """Return the messages that wait for links, and what has a time at which it will end."""
+        events = (event for events in self._scheduled.values() for event in events)
+        return [*self.links.waiting(), *(getattr(event, "__self__", None) for event in events)]
 
     def wake(self, rank: VirtualRank) -> None:
         """Let a rank run at the present time."""
@@ -249,7 +244,7 @@ class World:
         if self.failure is not None:
             raise RankCancelled
         if rank.clock > self.now:
-            self.schedule(rank.clock, rank)
+            self.schedule(rank.clock, partial(self.wake, rank))
             while rank.clock > self.now:
                 self.block(rank)
 
@@ -436,7 +431,7 @@ class World:
             before, self.now = self.now, heappop(self._times)
             self.round = self.round + 1 if self.now == before else 0
             for event in self._scheduled.pop(self.now):
-                event.fire()
+                event()
         else:
             return False
         return True

@@ -243,10 +243,10 @@ class NewGroupCall:
         world.enter(member)
         self.calls.append(self)
         if len(self.calls) == len(self.group.callers):
-            world.schedule(world.now, self)
+            world.schedule(world.now, self.end_all)
         world.wait(member, self)
 
-    def fire(self) -> None:
+    def end_all(self) -> None:
         """End all members' calls, because all have called."""
         for call in self.calls:
             call.done = True
@@ -360,10 +360,10 @@ class RunningCollective:
             shared.busy_until[label] = self.started + duration(
                 call.kind, group.ranks, nbytes, world.route
             )
-            world.schedule(shared.busy_until[label], self)
+            world.schedule(shared.busy_until[label], self.end)
             del shared.incomplete[self.key]
 
-    def fire(self) -> None:
+    def end(self) -> None:
         """End the collective, because its time is over: all ranks get their results."""
         works = [self.call_of(rank) for rank in self.group.ranks]
         world = self.group.world

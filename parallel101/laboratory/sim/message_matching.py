@@ -199,7 +199,7 @@ class MessageWork(SimWork):
             else memory(self.nbytes).from_address(self.pointer).raw
         )
 
-    def fire(self) -> None:
+    def arrive(self) -> None:
         """End the message: free its links, and give the bytes to a receive that is posted."""
         links = self.world.links
         if self.hops and not links.latency_overlaps:

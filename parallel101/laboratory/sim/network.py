@@ -316,16 +316,7 @@ EAGER = (
 # ── Arbitration: first come, first served, and never two messages on one link
 
 
-class TimedEvent(Protocol):
-    """Something that happens at a scheduled time.
-
-    That is the end of a message or of a collective, or the time that a rank's clock shows.
-    """
-
-    def fire(self) -> None: ...
-
-
-class LinkTransfer(TimedEvent, Protocol):
+class LinkTransfer(Protocol):
     """A message as the links see it."""
 
     hops: tuple[tuple[int, ...], ...]
@@ -333,6 +324,7 @@ class LinkTransfer(TimedEvent, Protocol):
     latency: float  # of that, for which it doesn't hold them if latencies overlap
 
     def start(self, now: float) -> None: ...
+    def arrive(self) -> None: ...
 
 
 # (time of the request, sender's order, sender, unique number, message, hop, the link at which it
@@ -344,9 +336,11 @@ class Links:
     """Keeps which links are busy, and which messages queue for each."""
 
     def __init__(
-        self, schedule: Callable[[float, TimedEvent], None], latency_overlaps: bool = False
+        self,
+        schedule: Callable[[float, Callable[[], None]], None],
+        latency_overlaps: bool = False,
     ):
-        self.schedule = schedule  # schedule(time, event): event.fire() is called at that time
+        self.schedule = schedule  # schedule(time, event): event() is called at that time
         self.latency_overlaps = latency_overlaps
         self.requests: list[Request] = []
         self.freed: list[int] = []
@@ -411,13 +405,14 @@ class Links:
                 free_again = now + message.duration
                 last = nth + 1 >= len(hops)
                 if last:
-                    self.schedule(free_again, message)
+                    self.schedule(free_again, message.arrive)
                 else:
                     heappush(more, (now, order, sender, number, message, nth + 1, -1))
                 if self.latency_overlaps:
                     free_again = now + (message.duration - message.latency)
+                # the message's tail leaves a hop in the middle of its path
                 if self.latency_overlaps or not last:
-                    self.schedule(free_again, _LinkRelease(self, hop))
+                    self.schedule(free_again, functools.partial(self.free, hop))
 
     def _take_from_queue(self, link: int, into: list[Request]) -> None:
         queue = self.queues.get(link)
@@ -425,13 +420,3 @@ class Links:
             heappush(into, heappop(queue))
         if queue is not None and not queue:
             del self.queues[link]
-
-
-class _LinkRelease:
-    """The tail of a message leaves a hop in the middle of its path."""
-
-    def __init__(self, links: Links, hop: tuple[int, ...]):
-        self.links, self.hop = links, hop
-
-    def fire(self) -> None:
-        self.links.free(self.hop)

@@ -108,30 +108,18 @@ class SecondGroups:
                 for name in POSTS:
                     vars(group).pop(name, None)
             self.world.events.clear()
-            goes_on = _GoesOn(rank, entered, self.leaving)
-            world.schedule(entered[0], goes_on)
-            while not goes_on.done:
+            self.leaving.append(entered)
+            gone_on: list[bool] = []
+
+            def go_on() -> None:
+                """Let the rank go on, after those that entered in an earlier round at that time."""
+                if entered > min(self.leaving):
+                    world.schedule(world.now, go_on)
+                else:
+                    gone_on.append(True)
+                    world.wake(rank)
+
+            world.schedule(entered[0], go_on)
+            while not gone_on:
                 world.block(rank)
             self.leaving.remove(entered)
-
-
-class _GoesOn:
-    """Lets a rank go on after the block at the time at which it entered.
-
-    Ranks that entered in an earlier round at that time go first.
-    """
-
-    __slots__ = ("done", "entered", "leaving", "rank")
-
-    def __init__(
-        self, rank: VirtualRank, entered: tuple[float, int], leaving: list[tuple[float, int]]
-    ):
-        self.rank, self.entered, self.leaving, self.done = rank, entered, leaving, False
-        leaving.append(entered)
-
-    def fire(self) -> None:
-        if self.entered > min(self.leaving):
-            self.rank.world.schedule(self.rank.world.now, self)
-        else:
-            self.done = True
-            self.rank.world.wake(self.rank)

@@ -16,7 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -46,8 +46,8 @@ class Keys:
         """Let the ranks whose keys are there now go on."""
         for wait in self.waits:
             if not wait.done and self.held.check(wait.keys):
-                wait.done = True
-                wait.rank.world.schedule(wait.rank.world.now, wait.rank)
+                wait.done, world = True, wait.rank.world
+                world.schedule(world.now, partial(world.wake, wait.rank))
 
 
 class KeyWait:
