@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
 from parallel101.laboratory.planner.plan_command import file_to_write
@@ -41,13 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", nargs="+")
-    parser.add_argument(
-        "--picture",
-        type=file_to_write(".svg", ".png", ".pdf"),
-        default=Path("published.svg"),
-        metavar="FILE",
-        help="predicted against measured, as SVG or PNG (default: published.svg)",
-    )
+    words = "predicted against measured, as SVG or PNG (default: published.svg)"
+    kinds, default = file_to_write(".svg", ".png", ".pdf"), Path("published.svg")
+    parser.add_argument("--picture", type=kinds, default=default, metavar="FILE", help=words)
     options = parser.parse_args(argv)
     tables = {}
     for path in options.table:
@@ -66,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def by_row(rows: Sequence[PublishedError]) -> tuple[list[str], list[list[str]]]:
     """Return the head of a table, and a line for each row."""
-    lines = []
-    for row in rows:
-        numbers = f"{row.measured:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
-        lines.append([row.run.name, row.run.words, *numbers])
+    lines = [
+        [r.run.name, r.run.words, f"{r.measured:.4g}", f"{r.predicted:.4g}", f"{r.error:+.1%}"]
+        for r in rows
+    ]
     return ["model", "layout", "measured, s", "predicted, s", "error"], lines
 
 
@@ -96,13 +91,9 @@ def draw(tables: dict[str, list[PublishedError]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6, 6))
     for name, rows in tables.items():
-        few = len(rows) <= MOST_ROWS
-        style: dict[str, Any] = (
-            {"s": 36, "marker": "o"} if few else {"s": 6, "marker": ".", "alpha": 0.4}
-        )
         measured, predicted = zip(*((row.measured, row.predicted) for row in rows))
-        label = f"{name} ({summary(rows)})"
-        axes.scatter(measured, predicted, rasterized=not few, label=label, **style)
+        size, label = 36 if len(rows) <= MOST_ROWS else 3, f"{name} ({summary(rows)})"
+        axes.scatter(measured, predicted, size, alpha=0.6, rasterized=True, label=label)
     every = [row.measured for rows in tables.values() for row in rows]
     low, high = min(every) / 1.3, max(every) * 1.3
     axes.plot([low, high], [low, high], color="grey", linewidth=1)

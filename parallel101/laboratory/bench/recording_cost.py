@@ -30,10 +30,8 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     if backend == "nccl":
         # on NCCL a call returns before its message is sent, so the time of the calls says nothing
         return
-    for trace, name in (
-        (False, "not recorded (who waits for whom is known)"),
-        (True, "recorded and checked"),
-    ):
+    watched = "not recorded (who waits for whom is known)"
+    for trace, name in ((False, watched), (True, "recorded and checked")):
         Benchmark(
             f"What the record costs: 4 KiB there and back {TRIPS} times on {{}}, {name}",
             {PLAIN: partial(round_trips, True), OURS: partial(round_trips, False)},
@@ -69,13 +67,9 @@ def round_trips(plain: bool) -> Work:
     x, other = torch.zeros(NUMEL), 1 - dist.get_rank()
 
     def work() -> None:
-        for _ in range(TRIPS):
-            if other:
-                through.send([x], other, 0).wait()
-                through.recv([x], other, 0).wait()
-            else:
-                through.recv([x], other, 0).wait()
-                through.send([x], other, 0).wait()
+        for turn in range(2 * TRIPS):
+            call = through.send if turn % 2 == dist.get_rank() else through.recv
+            call([x], other, 0).wait()
 
     return work
 
