@@ -32,6 +32,7 @@ from typing import Any
 
 from parallel101.cost.closed_forms import ring_cost
 from parallel101.cost.hardware import Chip, KernelFigures, Level, chip_of
+from parallel101.cost.kernels import figures
 from parallel101.cost.model_shape import check_whole
 
 
@@ -55,11 +56,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chip", chip_of(self.chip))
-        if self.chip.kernels is None:
-            raise ValueError(
-                f"Cluster({self.chip.name!r}): expected a GPU with figures of its kernels, such as "
-                "'A100', 'H100' or 'B200'"
-            )
+        figures(self.chip)  # are there any?
         check_whole(self, "gpus", "nodes_of")
         for name in ("memory", "network"):
             value = getattr(self, name)
@@ -75,8 +72,7 @@ class Cluster:
 
     @property
     def kernels(self) -> KernelFigures:
-        assert self.chip.kernels is not None
-        return self.chip.kernels
+        return figures(self.chip)
 
     @property
     def links(self) -> tuple[Level, ...]:

@@ -155,7 +155,7 @@ def test_long_sequences_are_cut_along_cp_with_a_fused_ring_or_the_trainers_own()
 
 WRONG = {
     "'H1000' is not in the table: expected one of": {"device": "H1000"},
-    "'TPU v5p'): expected a GPU with figures of its kernels": {"device": "TPU v5p"},
+    "TPU v5p has no figures of kernels: expected a GPU": {"device": "TPU v5p"},
     "ring='flash': expected 'fused' or 'own'": {"ring": "flash"},
     "unknown key 'zero'": {"layout": {"zero": 1}},
     "layout tp=True": {"layout": {"tp": True}},
