@@ -53,18 +53,16 @@ def derivatives_that_differ():
             expected = [[torch.zeros(5, 4)]] * ORDERS
             if members.position is not None:
                 xs = [start(r) for r in members.ranks]
-                each = [
-                    in_one_process(operation, xs, position=i, **kwargs).pow(3).sum()
-                    for i in range(members.size)
-                ]
-                expected = [[order[members.position]] for order in gradients(sum(each), xs)]
+                each = (
+                    in_one_process(operation, xs, position=i, **kwargs) for i in range(members.size)
+                )
+                orders = gradients(sum(y.pow(3).sum() for y in each), xs)
+                expected = [[order[members.position]] for order in orders]
             for name, function in named(operation):
                 x = start(rank)
                 found = gradients(function(x, group=group, **kwargs).pow(3).sum(), [x])
-                same = [
-                    torch.allclose(a[0], b[0].double(), rtol=1e-9, atol=1e-9)
-                    for a, b in zip(found, expected)
-                ]
+                pairs = ((a[0], b[0].double()) for a, b in zip(found, expected))
+                same = [torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs]
                 wrong += [(operation, name, group, same)] * (not all(same))
     return wrong
 
@@ -74,55 +72,36 @@ def test_gradients_of_gradients_are_those_of_one_process(backend, world_size):
     assert launched(derivatives_that_differ, backend, world_size) == [[]] * world_size
 
 
-def only_the_root_goes_on(operation):
+def twice(loss, x):
+    """The gradient by x, and that of its square."""
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    return g.item(), torch.autograd.grad(g.pow(2).sum(), x)[0].item()
+
+
+def only_the_root_goes_on():
     """The root's loss is a cube.
 
     The others call backward on the sum of their empty result, which is linear.
     """
-    x = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64, requires_grad=True)
-    y = getattr(autograd, operation)(x)
-    (g,) = torch.autograd.grad(
-        y.pow(3).sum() if dist.get_rank() == 0 else y.sum(), x, create_graph=True
-    )
-    (h,) = torch.autograd.grad(g.pow(2).sum(), x)
-    return g.item(), h.item()
+    rank, found = dist.get_rank(), []
+    x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
+    for operation in (autograd.gather, autograd.reduce):
+        y = operation(x)
+        found.append(twice(y.pow(3).sum() if rank == 0 else y.sum(), x))
+    sent = (x * x, 1) if rank == 0 else (x, 0)
+    y = (point_to_point.send if rank == 0 else point_to_point.receive)(*sent)
+    return [*found, twice(y.sum() if rank == 0 else y.pow(3).sum(), x)]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_rank_that_got_no_part_of_the_result_takes_part_in_the_second_backward(backend):
-    # ∂aᵢ = 3 aᵢ², squared and summed: 9 aᵢ⁴, whose gradient is 36 aᵢ³
-    assert p101.launch(only_the_root_goes_on, "gather", world_size=2, backend=backend).results == [
-        (3.0, 36.0),
-        (12.0, 288.0),
-    ]
-    # ∂aᵢ = 3 s² on both, squared and summed: 18 s⁴, whose gradient is 72 s³
-    assert (
-        p101.launch(only_the_root_goes_on, "reduce", world_size=2, backend=backend).results
-        == [(27.0, 1944.0)] * 2
-    )
-
-
-def square_there_cube_here():
-    x = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64, requires_grad=True)
-    loss = (
-        point_to_point.send(x * x, 1).sum()
-        if dist.get_rank() == 0
-        else point_to_point.receive(x, 0).pow(3).sum()
-    )
-    return [grads[0].item() for grads in gradients_of_squares(loss, x)]
-
-
-def gradients_of_squares(loss, x):
-    (g,) = torch.autograd.grad(loss, x, create_graph=True)
-    return (g,), torch.autograd.grad(g.pow(2).sum(), x)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_sent_value_has_a_second_derivative(backend):
-    # x⁶ at 1: 6 x⁵, and of its square 360 x⁹
-    assert p101.launch(square_there_cube_here, world_size=2, backend=backend).results == [
-        [6.0, 360.0],
-        [0.0, 0.0],
+    run = p101.launch(only_the_root_goes_on, world_size=2, backend=backend)
+    # gather: ∂aᵢ = 3 aᵢ², squared and summed: 9 aᵢ⁴, whose gradient is 36 aᵢ³
+    # reduce: ∂aᵢ = 3 s² on both, squared and summed: 18 s⁴, whose gradient is 72 s³
+    # a sent x²: x⁶ at 1, so 6 x⁵, and of its square 360 x⁹
+    assert run.results == [
+        [(3.0, 36.0), (27.0, 1944.0), (6.0, 360.0)],
+        [(12.0, 288.0), (27.0, 1944.0), (0.0, 0.0)],
     ]
 
 
@@ -148,32 +127,20 @@ def second_of_the_replicated_pair():
 
 @on_backends(gloo=[2], sim=[3])
 def test_the_replicated_pair_has_second_derivatives(backend, world_size):
-    results = p101.launch(
-        second_of_the_replicated_pair, world_size=world_size, backend=backend
-    ).results
+    results = launched(second_of_the_replicated_pair, backend, world_size)
     assert results == [[True] * ORDERS] * world_size
 
 
-def linear_all_the_way():
-    x = torch.ones(3, requires_grad=True)
-    (g,) = torch.autograd.grad(autograd.all_reduce(x).sum(), x, create_graph=True)
-    return torch.autograd.grad(g.sum(), x)[0].tolist()
-
-
-def test_the_second_derivative_of_a_linear_program_is_zero():
-    assert p101.launch(linear_all_the_way, world_size=2, backend="sim").results == [[0.0] * 3] * 2
-
-
-def a_graph_that_is_walked_twice():
+def linear_and_repeated():
     x = torch.ones(2, requires_grad=True)
     y = autograd.all_reduce(x)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    second = torch.autograd.grad(g.sum(), x)[0].tolist()
     y.sum().backward()
     y.sum().backward()  # the first backward freed nothing that this one needs
-    return x.grad.tolist()
+    return second, x.grad.tolist()
 
 
-def test_a_backward_may_be_repeated():
-    assert (
-        p101.launch(a_graph_that_is_walked_twice, world_size=2, backend="sim").results
-        == [[4.0, 4.0]] * 2
-    )
+def test_the_second_derivative_of_a_linear_program_is_zero_and_a_backward_may_be_repeated():
+    run = p101.launch(linear_and_repeated, world_size=2, backend="sim")
+    assert run.results == [([0.0, 0.0], [4.0, 4.0])] * 2

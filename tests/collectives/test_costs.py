@@ -32,15 +32,8 @@ NETWORKS = {
     "ring": Network.ring,
     "one_way_ring": partial(Network.ring, bidirectional=False),
 }
-LOGARITHMIC = {
-    "binomial",
-    "recursive_doubling",
-    "recursive_halving",
-    "rabenseifner",
-    "bruck",
-    "dissemination",
-    "reduce_broadcast",
-}
+LOGARITHMIC = {"binomial", "recursive_doubling", "recursive_halving", "rabenseifner", "bruck"}
+LOGARITHMIC |= {"dissemination", "reduce_broadcast"}
 
 
 def array_bytes(algorithm: str, p: int) -> int:
@@ -95,6 +88,10 @@ def by_span(trace: p101.Trace, prefix: str = "") -> dict[str, tuple[float, list[
     }
 
 
+def sim(*program, **options) -> p101.Trace:
+    return p101.launch(*program, backend="sim", **options).trace
+
+
 def measured(trace: p101.Trace) -> dict[str, tuple[float, int]]:
     """For each name of a span: its seconds, and the bytes of the rank that sent most."""
     return {name: (seconds, max(sent)) for name, (seconds, sent) in by_span(trace).items()}
@@ -105,18 +102,14 @@ def mismatches(p: int, names: list[tuple[str, str]], links: str = "switch") -> l
 
     Where there is no closed form, only the bytes that a rank sends count.
     """
-    networks = [NETWORKS[links](**speed) for speed in (STEPS, BYTES)]
     steps, path = (
-        measured(
-            p101.launch(run_all, names, links, world_size=p, backend="sim", network=network).trace
-        )
-        for network in networks
+        measured(sim(run_all, names, links, world_size=p, network=NETWORKS[links](**speed)))
+        for speed in (STEPS, BYTES)
     )
     wrong = []
     for operation, name in names:
-        expected = form(
-            operation, name, p, p if operation == "barrier" else array_bytes(name, p), links
-        )
+        nbytes = p if operation == "barrier" else array_bytes(name, p)
+        expected = form(operation, name, p, nbytes, links)
         for root in roots(operation, p, links):
             label = f"{operation} {name} {root}"
             (count, sent), (seconds, sent_again) = steps[label], path[label]
@@ -133,21 +126,6 @@ def form(operation: str, name: str, p: int, nbytes: int, links: str) -> Cost:
         return closed_form(operation, name, p, nbytes, links)
     except ValueError:
         return closed_form(operation, name, p, nbytes)._replace(steps=None, path=None)
-
-
-def with_nothing_in_it(names: list[tuple[str, str]]) -> None:
-    for operation, name in names:
-        collectives.fixed(operation, vars(collectives))[name](torch.empty(0))
-
-
-def test_an_empty_array_costs_nothing():
-    names = [(operation, name) for operation, name in ALL if operation != "barrier"]
-    assert p101.launch(with_nothing_in_it, names, world_size=5, backend="sim").trace.events == []
-    assert (
-        {closed_form(operation, name, 5, 0) for operation, name in names}
-        == {torus_form("all_reduce", (2, 3), 0)}
-        == {Cost(0, 0, 0)}
-    )
 
 
 ALL = [(operation, name) for operation, forms in FORMS.items() for name in forms]
@@ -175,75 +153,74 @@ def test_what_has_no_closed_form_on_a_ring():
     Bruck's all-to-all and the barrier.
     """
     missing = {
-        (links, p): {
-            f"{operation} {name}"
-            for operation, name in ALL
-            if form(operation, name, p, 5 * p, links).steps is None
-        }
-        for links in RINGS
-        for p in (8, 12)
+        (links, p): {one for one in ALL if form(*one, p, 5 * p, links).steps is None}
+        for links, p in product(RINGS, (8, 12))
     }
-    doubling = {
-        "all_gather recursive_doubling",
-        "reduce_scatter recursive_halving",
-        "all_reduce recursive_doubling",
-    }
-    doubling.add("all_reduce rabenseifner")
-    bruck = {"all_to_all bruck", "barrier dissemination"}
+    halving, bruck = ("reduce_scatter", "recursive_halving"), ("all_to_all", "bruck")
+    doubling = {("all_gather", "recursive_doubling"), halving, ("all_reduce", "rabenseifner")}
+    doubling.add(("all_reduce", "recursive_doubling"))
+    two_way = doubling | {bruck, ("barrier", "dissemination")}
     assert missing == {
-        ("ring", 8): bruck | doubling,
-        ("ring", 12): bruck | doubling | {"all_gather bruck"},
+        ("ring", 8): two_way,
+        ("ring", 12): two_way | {("all_gather", "bruck")},
         ("one_way_ring", 8): set(),
         ("one_way_ring", 12): doubling,
     }
-    with pytest.raises(
-        ValueError,
-        match=(
-            "all_to_all by bruck has no simple closed form on links='ring' for p=8: run it on "
-            "backend='sim'"
-        ),
-    ):
+    with pytest.raises(ValueError, match="no simple closed form on links='ring' for p=8: run it"):
         closed_form("all_to_all", "bruck", 8, 16, "ring")
 
 
 @pytest.mark.parametrize("p", [16, 21])
 def test_steps_and_bytes_of_the_logarithmic_forms(p):
-    assert (
-        mismatches(p, [(operation, name) for operation, name in ALL if name in LOGARITHMIC]) == []
-    )
+    assert mismatches(p, [one for one in ALL if one[1] in LOGARITHMIC]) == []
+
+
+BY_HAND = [  # on 16 ranks, of 1600 bytes: steps, and bytes sent
+    (("broadcast", "binomial"), 4, 4 * 1600),
+    (("broadcast", "scatter_all_gather"), 4 + 15, 3000),
+    (("all_gather", "ring"), 15, 1500),
+    (("all_gather", "bruck"), 4, 1500),
+    (("reduce_scatter", "recursive_halving"), 4, 1500),
+    (("all_reduce", "recursive_doubling"), 4, 4 * 1600),
+    (("all_reduce", "rabenseifner"), 8, 3000),
+    (("all_reduce", "ring"), 30, 3000),
+    (("all_to_all", "bruck"), 4, 1600 // 2 * 4),
+]
+EQUAL = "equal blocks"
+WRONG = [
+    *(
+        (closed_form, ("all_reduce", "ring", *sizes), EQUAL)
+        for sizes in ((3, 1600), (2.0, 8), (2, -8))
+    ),
+    *((two_level_form, mesh, EQUAL) for mesh in (((2, 2), -4), ((0, 2), 8), ((2, 2), 6))),
+    *(
+        (torus_form, ("all_reduce", *mesh), "equal parts")
+        for mesh in (((2, 2), -4), ((0, 2), 8), ((2, 2), 6))
+    ),
+    (torus_form, ("broadcast", (2, 2), 16), "expected all_gather, reduce_scatter"),
+    (two_level_form, ((3, 4), 144, 5), "rails=5: expected 1 to 4, the ranks of a node"),
+    (closed_form, ("all_reduce", "ring", 4, 16, "mesh"), "links='mesh': expected 'switch', 'ring'"),
+    (closed_form, ("all_reduce", "brukc", 4, 1600), "no closed form for 'all_reduce' by 'brukc'"),
+    (best_segments, (4, 100, 0.0), "Without latency, more segments are always better"),
+    (
+        partial(closed_form, segment_bytes=7),
+        ("broadcast", "binomial", 2, 30),
+        "only algorithm='pipelined_chain'",
+    ),
+]
 
 
 def test_the_textbooks_own_numbers():
     """Some numbers written by hand: a check of the table that does not depend on our code."""
-    n = 1600
-    assert closed_form("broadcast", "binomial", 16, n) == Cost(4, 4 * n, 4 * n)
-    assert closed_form("broadcast", "scatter_all_gather", 16, n) == Cost(4 + 15, 3000, 3000)
-    assert closed_form("all_gather", "ring", 16, n) == Cost(15, 1500, 1500)
-    assert (
-        closed_form("all_gather", "bruck", 16, n)
-        == closed_form("reduce_scatter", "recursive_halving", 16, n)
-        == Cost(4, 1500, 1500)
-    )
-    assert closed_form("all_reduce", "recursive_doubling", 16, n) == Cost(4, 4 * n, 4 * n)
-    assert closed_form("all_reduce", "rabenseifner", 16, n) == Cost(8, 3000, 3000)
-    assert closed_form("all_reduce", "rabenseifner", 20, n).steps == 2 * 4 + 2
-    assert closed_form("all_reduce", "ring", 16, n) == Cost(30, 3000, 3000)
-    assert closed_form("all_to_all", "bruck", 16, n) == Cost(4, n // 2 * 4, n // 2 * 4)
-    assert closed_form("all_reduce", "ring", 1, n) == Cost(0, 0, 0)
-    for wrong in ((3, 1600), (2.0, 8), (2, -8)):
-        with pytest.raises(ValueError, match="equal blocks"):
-            closed_form("all_reduce", "ring", *wrong)
-    for shape, nbytes in (((2, 2), -4), ((0, 2), 8), ((2, 2), 6)):
-        with pytest.raises(ValueError, match="equal parts"):
-            torus_form("all_reduce", shape, nbytes)
-        with pytest.raises(ValueError, match="equal blocks"):
-            two_level_form(shape, nbytes)
-    with pytest.raises(ValueError, match="expected all_gather, reduce_scatter"):
-        torus_form("broadcast", (2, 2), 16)
-    with pytest.raises(ValueError, match="links='mesh': expected 'switch', 'ring', 'one_way_ring'"):
-        closed_form("all_reduce", "ring", 4, 16, "mesh")
-    with pytest.raises(ValueError, match="no closed form for 'all_reduce' by 'brukc'"):
-        closed_form("all_reduce", "brukc", 4, 1600)
+    for names, steps, sent in BY_HAND:
+        assert closed_form(*names, 16, 1600) == Cost(steps, sent, sent), names
+    assert closed_form("all_reduce", "rabenseifner", 20, 1600).steps == 2 * 4 + 2
+    nothing = [closed_form(*names, 5, 0) for names in ALL if names[0] != "barrier"]
+    nothing += [torus_form("all_reduce", (2, 3), 0), closed_form("all_reduce", "ring", 1, 1600)]
+    assert set(nothing) == {Cost(0, 0, 0)}
+    for function, arguments, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
 
 
 def in_segments(
@@ -263,11 +240,7 @@ def test_a_chain_in_segments_of_a_given_size(p):
     """p − 2 + m steps, also if the last segment is shorter, and if one segment is enough."""
     sizes = [1, 7, 30, 100]
     steps, path = (
-        measured(
-            p101.launch(
-                in_segments, sizes, 30, world_size=p, backend="sim", network=Network(**speed)
-            ).trace
-        )
+        measured(sim(in_segments, sizes, 30, world_size=p, network=Network(**speed)))
         for speed in (STEPS, BYTES)
     )
     for operation, size in product(("broadcast", "reduce"), sizes):
@@ -275,8 +248,6 @@ def test_a_chain_in_segments_of_a_given_size(p):
         m, name = -(-30 // size), f"{operation} {size}"
         assert cost == Cost(p - 2 + m, 30, 30 + (p - 2) * min(30, size))
         assert (steps[name], path[name]) == ((cost.steps, 30), (cost.path, 30))
-    with pytest.raises(ValueError, match="only algorithm='pipelined_chain'"):
-        closed_form("broadcast", "binomial", p, 30, segment_bytes=7)
 
 
 def test_no_other_number_of_segments_is_faster():
@@ -286,10 +257,8 @@ def test_no_other_number_of_segments_is_faster():
     assert m == best_segments(p, 10 * nbytes, 5e-5, 50e9) == 7
     slower = [nbytes // other for other in (1, 2, m - 1, m + 2, 100)]
     sizes = [None, nbytes // m, *slower]
-    run = p101.launch(
-        in_segments, sizes, nbytes, ("broadcast",), world_size=p, backend="sim", network=network
-    )
-    seconds = {name: of_run for name, (of_run, _) in measured(run.trace).items()}
+    trace = sim(in_segments, sizes, nbytes, ("broadcast",), world_size=p, network=network)
+    seconds = {name: of_run for name, (of_run, _) in measured(trace).items()}
     form = closed_form("broadcast", "pipelined_chain", p, nbytes)
     fastest = form.seconds(network.latency, network.bandwidth)
     assert seconds["broadcast None"] == pytest.approx(fastest)
@@ -298,8 +267,6 @@ def test_no_other_number_of_segments_is_faster():
     # less than the 2n (p − 1)/p bytes of the other algorithm for many bytes
     assert form.path < closed_form("broadcast", "scatter_all_gather", p, nbytes).path
     assert best_segments(2, nbytes) == best_segments(100, 0) == 1
-    with pytest.raises(ValueError, match="Without latency, more segments are always better"):
-        best_segments(4, nbytes, latency=0.0)
 
 
 ON_A_TORUS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -320,12 +287,12 @@ def on_a_mesh(shape, names):
 
 def counted(shape, names, network):
     """What runs of these algorithms cost on `network(latency=, bandwidth=)`."""
-    p = math.prod(shape)
-    runs = [
-        p101.launch(on_a_mesh, shape, names, world_size=p, backend="sim", network=network(**speed))
+    steps, path = (
+        measured(
+            sim(on_a_mesh, shape, names, world_size=math.prod(shape), network=network(**speed))
+        )
         for speed in (STEPS, BYTES)
-    ]
-    steps, path = (measured(run.trace) for run in runs)
+    )
     return {label: Cost(steps[label][0], steps[label][1], path[label][0]) for label in steps}
 
 
@@ -344,11 +311,8 @@ def test_on_axes_of_one_length_the_bytes_leave_over_all_links():
         p, axes = math.prod(shape), len(shape)
         cost = torus_form("all_gather", shape, 60 * p)
         assert (cost.steps, cost.sent) == (sum(shape) - axes, 60 * (p - 1)) or shape == (3, 5)
-        assert (
-            cost.path == cost.sent / (2 * axes)
-            if len(set(shape)) == 1
-            else cost.path > cost.sent / (2 * axes)
-        )
+        all_links = cost.sent / (2 * axes)
+        assert cost.path == all_links if len(set(shape)) == 1 else cost.path > all_links
 
 
 def test_a_flat_ring_costs_the_same_on_a_torus():
@@ -357,74 +321,52 @@ def test_a_flat_ring_costs_the_same_on_a_torus():
     assert run == {"all_reduce ring": closed_form("all_reduce", "ring", 8, 12 * 8)}
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (1, 3)])
-def test_two_levels(shape):
-    """Inside the nodes and across them; a flat ring goes at the speed of the links between
-    nodes.
+FAST = {"inside_latency": 0.0, "inside_bandwidth": math.inf}
+TWO_LEVELS = [("all_reduce", "two_level"), ("all_reduce", "ring")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rails"), [((3, 2), 1), ((2, 3), 1), ((1, 3), 1), ((3, 4), 2), ((3, 4), 4)]
+)
+def test_two_levels(shape, rails):
+    """Inside the nodes and across them, where a flat ring leaves a node by one rail at the speed of
+    the links between nodes, and the ranks of a node by all rails.
     """
-    p, names = math.prod(shape), [("all_reduce", "two_level"), ("all_reduce", "ring")]
+    nodes, ranks = shape
+    p, nbytes = nodes * ranks, 12 * nodes * ranks
+    form = two_level_form(shape, nbytes, rails)
 
     def across(latency, bandwidth):
-        fast = {"inside_latency": 0.0, "inside_bandwidth": math.inf}
-        return Network.two_level(shape[1], latency=latency, bandwidth=bandwidth, **fast)
+        speed = {"latency": latency, "bandwidth": bandwidth}
+        return Network.two_level(ranks, rails=rails, **speed, **FAST)
 
     def inside(latency, bandwidth):
-        return Network.two_level(
-            shape[1],
-            latency=0.0,
-            bandwidth=math.inf,
-            inside_latency=latency,
-            inside_bandwidth=bandwidth,
-        )
+        speed = {"inside_latency": latency, "inside_bandwidth": bandwidth}
+        return Network.two_level(ranks, latency=0.0, bandwidth=math.inf, **speed)
 
-    form = two_level_form(shape, 12 * p)
-    for network, cost in ((across, form.across), (inside, form.inside)):
-        run = counted(shape, names, network)
-        assert (run["all_reduce two_level"].steps, run["all_reduce two_level"].path) == (
-            cost.steps,
-            cost.path,
-        )
+    for network, cost, width in ((across, form.across, rails), (inside, form.inside, 1)):
+        if network is inside and rails > 1:
+            continue
+        two_level, ring = counted(shape, TWO_LEVELS, network).values()
+        assert (two_level.steps, two_level.path) == (cost.steps, cost.path * width)
         if cost.steps:  # otherwise no time passes
-            assert run["all_reduce two_level"].sent == form.inside.sent + form.across.sent
-        if network is across and shape[0] > 1:
-            assert run["all_reduce ring"] == closed_form("all_reduce", "ring", p, 12 * p)
-
-
-@pytest.mark.parametrize("rails", [2, 4])
-def test_two_levels_on_rails(rails):
-    """All ranks of a node send on their own rails; a flat ring leaves a node by one rail."""
-    shape, nbytes = (3, 4), 12 * 12
-    form = two_level_form(shape, nbytes, rails)
-    assert form.across.steps == 2 * 2 * 4 // rails
-
-    def across(latency, bandwidth):
-        fast = {"inside_latency": 0.0, "inside_bandwidth": math.inf}
-        return Network.two_level(4, latency=latency, bandwidth=bandwidth, rails=rails, **fast)
-
-    run = counted(shape, [("all_reduce", "two_level"), ("all_reduce", "ring")], across)
-    two_level, ring = run["all_reduce two_level"], run["all_reduce ring"]
-    flat = closed_form("all_reduce", "ring", 12, nbytes)
-    assert (two_level.steps, two_level.path) == (form.across.steps, form.across.path * rails)
-    assert (ring.steps, ring.path) == (flat.steps, flat.path * rails)
-    assert two_level.path == 2 * 2 * nbytes // 3  # the node's whole bandwidth, always
-    with pytest.raises(ValueError, match="rails=5: expected 1 to 4, the ranks of a node"):
-        two_level_form(shape, nbytes, 5)
+            assert two_level.sent == form.inside.sent + form.across.sent
+        if network is across and nodes > 1:
+            flat = closed_form("all_reduce", "ring", p, nbytes)
+            assert ring == flat._replace(path=flat.path * rails)
+            # the node's whole bandwidth, always
+            assert two_level.path == 2 * (nodes - 1) * nbytes // nodes or rails == 1
 
 
 def test_an_all_gather_on_a_line_takes_as_long_as_on_a_one_way_ring():
     """n − 1 hops instead of n / 2, so nearly twice as long: "How to Scale Your Model", part 3, pop
     quiz 2. The end of a line has one link, over which all other blocks arrive.
     """
-    p = 6
-    run = {
-        wraparound: counted(
-            (p,),
-            [("all_gather", "ring"), ("all_gather", "bidirectional_ring")],
-            partial(Network.ring, wraparound=wraparound),
-        )
+    p, names = 6, [("all_gather", "ring"), ("all_gather", "bidirectional_ring")]
+    ring, line = (
+        counted((p,), names, partial(Network.ring, wraparound=wraparound))
         for wraparound in (True, False)
-    }
-    ring, line = run[True], run[False]
+    )
     assert ring["all_gather bidirectional_ring"][::2] == (p // 2, p // 2 * 12)
     # its last message goes back to rank 0, over links that nothing else needs
     assert line["all_gather ring"][::2] == ring["all_gather ring"][::2] == (p - 1, (p - 1) * 12)
@@ -446,5 +388,4 @@ def test_a_rank_with_nothing_to_send_sends_nothing():
         collectives.reduce_scatter(torch.ones(2), sizes=[2] + [0] * (p - 1), algorithm="direct")
         return split_sizes(0, p)
 
-    run = p101.launch(run, world_size=4, backend="sim")
-    assert run.trace.messages_sent == [0, 1, 1, 1]
+    assert sim(run, world_size=4).messages_sent == [0, 1, 1, 1]

@@ -41,9 +41,8 @@ def written_to():
 
 @on_backends(gloo=[2], sim=[3])
 def test_a_result_may_be_changed_in_place(backend, world_size):
-    assert (
-        p101.launch(written_to, world_size=world_size, backend=backend).results == [[]] * world_size
-    )
+    run = p101.launch(written_to, world_size=world_size, backend=backend)
+    assert run.results == [[]] * world_size
 
 
 def with_a_message_in_flight():
@@ -62,10 +61,8 @@ def with_a_message_in_flight():
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_message_of_the_program_never_matches_one_of_a_collective(backend, world_size):
-    assert (
-        p101.launch(with_a_message_in_flight, world_size=world_size, backend=backend).results
-        == [[]] * world_size
-    )
+    run = p101.launch(with_a_message_in_flight, world_size=world_size, backend=backend)
+    assert run.results == [[]] * world_size
 
 
 def compiled():
@@ -155,7 +152,5 @@ def uneven_exchange():
 
 @pytest.mark.parametrize("world_size", [9, 12])
 def test_auto_chooses_the_same_on_ranks_with_different_sizes(world_size):
-    assert (
-        p101.launch(uneven_exchange, world_size=world_size, backend="sim").results
-        == [[]] * world_size
-    )
+    run = p101.launch(uneven_exchange, world_size=world_size, backend="sim")
+    assert run.results == [[]] * world_size
