@@ -209,11 +209,10 @@ def _jupyter(options: Sequence[str], folder: Callable[[], Path], copied: bool = 
     from parallel101.laboratory.publish.find import found_or_copied
 
     shown = found_or_copied(folder) if copied else folder()
-    no_news = [
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-    ]
-    LabApp.launch_instance(argv=[str(shown), *no_news, *(o for o in options if o != "--")])
+    # no news, and no check for updates
+    quiet = ["news_url=None", "check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    given = [*(f"--LabApp.{option}" for option in quiet), *(o for o in options if o != "--")]
+    LabApp.launch_instance(argv=[str(shown), *given])
     return 0
 
 
@@ -262,15 +261,8 @@ def lessons(
     make_output_folder(out)
     stems = ", ".join(path.stem for path in notebooks)
     print(f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: {stems}", flush=True)
-    done = publish(
-        notebooks,
-        out,
-        only=only is not None,
-        syllabus=course,
-        again=bool(names),
-        repository=at,
-        timeout=timeout,
-    )
+    options: dict[str, Any] = {"syllabus": course, "repository": at, "timeout": timeout}
+    done = publish(notebooks, out, only=only is not None, again=bool(names), **options)
     print("Wrote")
     for page in done.written:
         print(f"  {page}  {page.stat().st_size / 1000:,.0f} kB")

@@ -35,17 +35,8 @@ from parallel101.collectives import barrier
 from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
 
-__all__ = ["algorithms", "barrier"]
-__all__ += [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+__all__ = ["algorithms", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast"]
+__all__ += ["gather", "reduce", "reduce_scatter", "scatter"]
 
 
 def broadcast(

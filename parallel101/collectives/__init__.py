@@ -31,19 +31,6 @@ from parallel101.collectives.reduce import reduce
 from parallel101.collectives.reduce_scatter import reduce_scatter
 from parallel101.collectives.scatter import scatter
 
-__all__ = ["AUTO", "ON_A_MESH", "TEXTBOOK", "fixed"]
-__all__ += [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 _FILES = {operation: import_module(f"{__name__}.{operation}") for operation in AUTO}
 
 # The algorithms for any flat group of any size, by operation and name.

@@ -138,12 +138,8 @@ def run(
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         return 1
     program = run_script, loaded, last_events
-    options = {
-        "backend": backend or "gloo",
-        "world_size": world_size,
-        "keep_waiting": keep_waiting,
-        "stuck_after": stuck_after,
-    }
+    options: dict[str, Any] = {"backend": backend or "gloo", "world_size": world_size}
+    options |= {"keep_waiting": keep_waiting, "stuck_after": stuck_after}
     try:
         if in_job and record is not None:
             return _run_in_job(*program, record, options | {"timeout": min(timeout, 1e9)})

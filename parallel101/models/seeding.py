@@ -34,15 +34,11 @@ def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
     norm). A bias is zeros.
     """
     if len(shape) < 2 or name.endswith("bias"):
-        return torch.full(
-            tuple(shape), 1.0 if name.endswith("weight") else 0.0, dtype=torch.float64, device="cpu"
-        )
-    return (
-        torch.randn(
-            tuple(shape), generator=generator_of(seed, name), dtype=torch.float64, device="cpu"
-        )
-        * shape[-2 if len(shape) == 3 else -1] ** -0.5
-    )
+        value = 1.0 if name.endswith("weight") else 0.0
+        return torch.full(tuple(shape), value, dtype=torch.float64, device="cpu")
+    drawn = torch.empty(tuple(shape), dtype=torch.float64, device="cpu")
+    inputs = shape[-2 if len(shape) == 3 else -1]
+    return drawn.normal_(generator=generator_of(seed, name)) * inputs**-0.5
 
 
 @torch.no_grad()

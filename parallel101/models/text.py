@@ -42,9 +42,8 @@ class CharTokenizer:
                 f"{unknown[0]!r} is not among the {self.vocabulary} characters of the text "
                 "that this tokenizer was made for"
             )
-        return torch.tensor(
-            [self.numbers[character] for character in text], dtype=torch.int64, device="cpu"
-        )
+        numbers = [self.numbers[character] for character in text]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def decode(self, numbers: Tensor) -> str:
         """Return the text of these numbers."""
@@ -78,15 +77,10 @@ class TextBatches:
     """
 
     def __init__(self, tokens: Tensor, batch: int, context: int, seed: int = 0):
-        if batch < 1 or context < 1:
+        if batch < 1 or context < 1 or len(tokens) <= context:
             raise ValueError(
-                f"TextBatches(batch={batch}, context={context}): expected samples and tokens, "
-                "1 or more of each"
-            )
-        if len(tokens) <= context:
-            raise ValueError(
-                f"{len(tokens)} tokens are too few for samples of context={context} and the "
-                "token after them"
+                f"TextBatches(batch={batch}, context={context}) of {len(tokens)} tokens: expected "
+                "1 or more of each, and more tokens than a sample has"
             )
         self.tokens, self.batch, self.context, self.seed = tokens, batch, context, seed
 

@@ -76,14 +76,9 @@ def test_positions_say_where_in_the_text_the_tokens_are(name):
         (TOKENS, torch.arange(1, 9), "positions from 1 to 8: expected 0 to 7, because context=8"),
         (TOKENS, torch.arange(8) - 1, "positions from -1 to 6: expected 0 to 7"),
         (TOKENS, torch.arange(7), "positions of shape (7,) for tokens of shape (2, 8)"),
-        *(
-            (
-                torch.zeros(shape, dtype=torch.int64),
-                None,
-                f"tokens of shape {shape}: expected (batch,",
-            )
-            for shape in ((2, 9), (8,), (1, 2, 8))
-        ),
+        (TOKENS[:, [*range(8), 0]], None, "tokens of shape (2, 9): expected (batch,"),
+        (TOKENS[0], None, "tokens of shape (8,): expected (batch,"),
+        (TOKENS[None], None, "tokens of shape (1, 2, 8): expected (batch,"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             model(tokens, positions)
@@ -113,31 +108,24 @@ def test_the_loss_is_a_mean_over_samples_and_adds_the_balance_of_experts(experts
 
 
 WHOLE = "expected a whole number"
+NOT_WHOLE = [("vocabulary", 0), ("context", -1), ("layers", 1.5), ("heads", 0), ("width", "8")]
+NOT_WHOLE += [("experts", -1), ("experts", 2.0)]
+UNFIT = 'attention=\'flash\'): expected "fused" or "unfused"'
+ROUTING = [  # of two experts
+    ({"top_k": 3}, "top_k=3: expected the number of experts that a token uses"),
+    ({"top_k": 0}, "1 to experts=2"),
+    ({"capacity": 0}, "capacity=0: expected None, or a number above 0"),
+    ({"capacity": "1"}, "capacity='1'"),
+]
 WRONG = [
     (GPTConfig, {"heads": 4, "width": 10}, "width=10 isn't a multiple of heads=4"),
-    *(
-        (GPTConfig, {name: value}, f"GPTConfig({name}={value!r}): {WHOLE}")
-        for name, value in (
-            *(("vocabulary", 0), ("context", -1), ("layers", 1.5), ("heads", 0), ("width", "8")),
-            *(("experts", -1), ("experts", 2.0)),
-        )
-    ),
+    *((GPTConfig, {n: v}, f"GPTConfig({n}={v!r}): {WHOLE}") for n, v in NOT_WHOLE),
     (GPTConfig, {"dropout": 1.0}, "dropout=1.0): expected the part that is dropped, 0 or more"),
     (GPTConfig, {"dropout": "much"}, "dropout='much'"),
-    *(
-        (config, {"attention": "flash"}, 'attention=\'flash\'): expected "fused" or "unfused"')
-        for config in (GPTConfig, LlamaConfig)
-    ),
-    *(
-        (kind, {"experts": 2, **wrong}, message)
-        for wrong, message in (
-            ({"top_k": 3}, "top_k=3: expected the number of experts that a token uses"),
-            ({"top_k": 0}, "1 to experts=2"),
-            ({"capacity": 0}, "capacity=0: expected None, or a number above 0"),
-            ({"capacity": "1"}, "capacity='1'"),
-        )
-        for kind in (GPTConfig, partial(MixtureOfExperts, 4, 8))
-    ),
+    (GPTConfig, {"attention": "flash"}, UNFIT),
+    (LlamaConfig, {"attention": "flash"}, UNFIT),
+    *((GPTConfig, {"experts": 2, **wrong}, message) for wrong, message in ROUTING),
+    *((partial(MixtureOfExperts, 4, 8, 2), wrong, message) for wrong, message in ROUTING),
     (LlamaConfig, {"vocabulary": 0}, f"LlamaConfig(vocabulary=0): {WHOLE}, 1 or more"),
     (LlamaConfig, {"hidden": 2.5}, f"LlamaConfig(hidden=2.5): {WHOLE}"),
     (LlamaConfig, {"kv_heads": None}, f"LlamaConfig(kv_heads=None): {WHOLE}"),
@@ -161,10 +149,8 @@ def test_an_mlp_is_its_layers_with_gelu_between_them():
     x = torch.randn(4, 3, dtype=torch.float64)
     a, b, c = mlp.layers
     torch.testing.assert_close(mlp(x), c(F.gelu(b(F.gelu(a(x))))))
-    assert (
-        sum(p.numel() for p in MLP([1024] * 3, bias=False, device="meta").parameters())
-        == 2 * 1024**2
-    )
+    wide = MLP([1024] * 3, bias=False, device="meta")
+    assert sum(p.numel() for p in wide.parameters()) == 2 * 1024**2
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
@@ -177,10 +163,9 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
 
 
 def test_float32_and_bfloat16_weights_are_the_float64_ones_rounded():
+    exact = list(GPT(SMALL, dtype=torch.float64).parameters())
     for dtype in (torch.float32, torch.bfloat16):
-        for p, q in zip(
-            GPT(SMALL, dtype=dtype).parameters(), GPT(SMALL, dtype=torch.float64).parameters()
-        ):
+        for p, q in zip(GPT(SMALL, dtype=dtype).parameters(), exact):
             assert p.dtype == dtype
             torch.testing.assert_close(p, q.to(dtype))
 

@@ -54,8 +54,7 @@ def test_every_place_in_the_text_may_be_a_sample():
     batches = TextBatches(torch.arange(6), batch=200, context=3)
     assert batches(0)[0][:, 0].unique().tolist() == [0, 1, 2]
     assert batches(0)[1].max() == 5
-    with pytest.raises(ValueError, match="3 tokens are too few"):
-        TextBatches(torch.arange(3), 1, 3)
-    for batch, context in ((0, 3), (1, 0)):
-        with pytest.raises(ValueError, match=f"batch={batch}, context={context}"):
-            TextBatches(torch.arange(9), batch, context)
+    for n, batch, context in ((9, 0, 3), (9, 1, 0), (3, 1, 3)):
+        said = rf"batch={batch}, context={context}\) of {n} tokens: expected"
+        with pytest.raises(ValueError, match=said):
+            TextBatches(torch.arange(n), batch, context)

@@ -16,19 +16,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "parallel101"
 LABORATORY = PACKAGE / "laboratory"
-SUBJECT = (
-    "mesh",
-    "collectives",
-    "autograd",
-    "layers",
-    "sharding",
-    "models",
-    "cost",
-    "trainers",
-    "keras",
-    "spans",  # one module: names what a program does
-    "extras",  # one module: what to install
-)
+SUBJECT = ("mesh", "collectives", "autograd", "layers", "sharding", "models", "cost", "trainers")
+# spans and extras are one module each: the names of what a program does, and what to install
+SUBJECT += ("keras", "spans", "extras")
 
 # room, or a module that differs from its room → the rooms (or the module) that it may import
 # besides its room
