@@ -140,17 +140,20 @@ class DataAxis(Axis):
         data = [axis for axis in self.axes.sizes if axis in DATA]
         over = {name: tuple(a for a in data if not self.cuts(a, name)) for name in self.trained}
         lines = {names: self.axes.along(names) for names in set(over.values())}
-        by_stages: dict[frozenset[int], dict[str, nn.Parameter]] = {}
+        # by the stages that have it and, without ZeRO, the ranks over which its gradient is summed
+        parts: dict[tuple[frozenset[int], Group | None], dict[str, nn.Parameter]] = {}
         for name in here:
             p, used = self.local[name], stages.local.intersection(on_stages[name])
             assert isinstance(p, nn.Parameter)
-            by_stages.setdefault(used, {})[name] = p
-        groups = {name: lines[over[name]] for name in here}
-
+            p.grad_dtype = self.precision.gradients or p.dtype  # in which backward adds up
+            group = None if self.options.zero_stage else lines[over[name]]
+            parts.setdefault((used, group), {})[name] = p
+        # what is summed over other ranks, or once more afterwards, has arrays of its own in ZeRO
+        after = {name: i for i, (names, _) in enumerate(self.after) for name in names}
+        sums = {name: (lines[over[name]], after.get(name)) for name in here}
         self.syncs = [
-            (used, sync)
-            for used, parameters in by_stages.items()
-            for sync in self.of_stages([stages.parts[s] for s in used], parameters, groups)
+            (used, self.sync_of(parameters, group, sums, [stages.parts[s] for s in used]))
+            for (used, group), parameters in parts.items()
         ]
         if self.options.zero_stage:
             pieces = {name: p for _, sync in self.syncs for name, p in sync.placements.items()}
@@ -162,51 +165,38 @@ class DataAxis(Axis):
     def cuts(self, axis: str, name: str) -> bool:
         return any(other.name == axis and name in other.placements for other in self.others)
 
-    def of_stages(
-        self, parts: Sequence[nn.Module], parameters: Parameters, groups: Mapping[str, Group]
-    ) -> list[GradientSync]:
-        """Return the synchronizations of some parameters.
+    def sync_of(
+        self, parameters: Parameters, group: Group | None, sums: Any, parts: Sequence[nn.Module]
+    ) -> GradientSync:
+        """Return the synchronization of some parameters.
 
         Args:
+            group: the ranks over which their gradients are summed; None: by name, in `sums`, for
+                ZeRO.
             parts: the stages that have them.
-            groups: name → the ranks over which the gradient is summed.
         """
-        for p in parameters.values():
-            p.grad_dtype = self.precision.gradients or p.dtype  # in which backward adds up
-        stage = self.options.zero_stage
-        if not stage:
-            by_group: dict[Group, dict[str, nn.Parameter]] = {}
-            for name, p in parameters.items():
-                by_group.setdefault(groups[name], {})[name] = p
-            return [self.data_parallel(some, group) for group, some in by_group.items()]
-        from parallel101.trainers.flat import ZeROGroup
-        from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
+        options, stage = self.options, self.options.zero_stage
+        size, algorithm = options.bucket_bytes, options.algorithm
+        if size is None:
+            size = default_bucket_bytes(parameters, 4 if stage else 2)
+        if group is None:
+            from parallel101.trainers.flat import ZeROGroup
+            from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
-        # what is summed over other ranks, or once more afterwards, has arrays of its own
-        after = {name: i for i, (names, _) in enumerate(self.after) for name in names}
-        sums = {name: (group, after.get(name)) for name, group in groups.items()}
-        zero = ZeROGroup(sums, self.live, self.overlap, self.options.algorithm)
-        if stage < 3:
-            size = self.bucket(parameters, 4)
-            return [ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)]
-        (part,) = parts  # weights tied between two stages on a rank are refused before
-        return [ZeRO3(dict(layers_of(part)), parameters, zero)]
-
-    def how(self) -> str:
-        """Return how gradients are synchronized, in words."""
-        master = "; it updates master weights" * self.precision.master
-        return "; ".join(dict.fromkeys(sync.how for _, sync in self.syncs)) + master
-
-    def data_parallel(self, parameters: Parameters, group: Group) -> GradientSync:
-        size, algorithm = self.bucket(parameters, 2), self.options.algorithm or "direct"
+            zero = ZeROGroup(sums, self.live, self.overlap, algorithm)
+            if stage < 3:
+                return ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)
+            (part,) = parts  # weights tied between two stages on a rank are refused before
+            return ZeRO3(dict(layers_of(part)), parameters, zero)
         if group.size == 1:
             return GradientSync(parameters)
         if self.overlap:
             return Overlapped(parameters, group, size)
         if size:
-            return Bucketed(parameters, group, size, algorithm)
-        return Naive(parameters, group, algorithm)
+            return Bucketed(parameters, group, size, algorithm or "direct")
+        return Naive(parameters, group, algorithm or "direct")
 
-    def bucket(self, parameters: Parameters, buckets: int) -> int:
-        given = self.options.bucket_bytes
-        return default_bucket_bytes(parameters, buckets) if given is None else given
+    def how(self) -> str:
+        """Return how gradients are synchronized, in words."""
+        master = "; it updates master weights" * self.precision.master
+        return "; ".join(dict.fromkeys(sync.how for _, sync in self.syncs)) + master
