@@ -92,12 +92,8 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
             f"a batch is {in_words(batch)}: expected (inputs, targets), with the samples along "
             "dim 0 of each tensor"
         )
-    samples, others = count_samples(pair[0]), count_samples(pair[1])
-    if samples != others:
-        raise ValueError(
-            f"inputs have {samples} samples along dim 0 and targets {others}: expected the "
-            "same number"
-        )
+    for part in (*pair, pair):  # each has samples, and both as many
+        count_samples(part)
     return pair
 
 

@@ -51,19 +51,14 @@ class ExpertsAxis(Axis):
         self.sizes, self.placements = {}, {}
         for name in chosen:
             counts = {p.shape[0] if p.dim() else 0 for p in named[name].parameters()}
-            what = f"{name!r} ({type(named[name]).__name__})"
-            if len(counts) != 1 or next(named[name].buffers(), None) is not None:
+            if len(counts) != 1 or min(counts) < ranks or [*named[name].buffers()]:
                 raise ValueError(
-                    f"{what} can't be dealt out over ep: its parameters have {sorted(counts)} "
-                    "entries along dim 0. Expected one entry for each expert in all of them, and "
-                    "no buffers"
+                    f"{name!r} ({type(named[name]).__name__}) can't be dealt out over {ranks} "
+                    f"ranks along ep: its parameters have {sorted(counts)} entries along dim 0. "
+                    "Expected one entry for each expert in all of them, at least one expert for "
+                    "each rank, and no buffers"
                 )
             (count,) = counts
-            if count < ranks:
-                raise ValueError(
-                    f"{what} has {count} experts, too few for {ranks} ranks along ep: expected at "
-                    "least one per rank (ranks may have different numbers)"
-                )
             self.sizes[name] = tuple(split_sizes(count, ranks))
             for of_module, _ in named[name].named_parameters(prefix=name):
                 self.placements[of_module] = Shard(0, self.sizes[name])

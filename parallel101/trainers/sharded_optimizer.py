@@ -134,18 +134,13 @@ class ShardedOptimizer:
 
         Changes nothing. Raises ValueError if the optimizer, the parameters or their groups differ.
         """
-        here, there = type(self.optimizer).__name__, saved["type"]
-        if here != there:
-            raise ValueError(
-                f"the checkpoint has the state of {there}, but this trainer's optimizer is "
-                f"{here}: expected the same"
-            )
         known = {name for in_group in self.names for name in in_group}
         there = [[name for name in group["names"] if name in known] for group in saved["groups"]]
-        if there != self.names:
+        kind, saved_kind = type(self.optimizer).__name__, saved["type"]
+        if (saved_kind, there) != (kind, self.names):
             raise ValueError(
-                f"the groups of the optimizer are {there} in the checkpoint, and {self.names} "
-                "here: expected the same groups"
+                f"the checkpoint has the state of {saved_kind} with the groups {there}, but this "
+                f"trainer's optimizer is {kind} with the groups {self.names}: expected the same"
             )
         order = [name for in_group in self.names for name in in_group if name in self.owned]
         groups = [dict(group) for group in saved["groups"]]

@@ -121,7 +121,7 @@ ALONE = {
     r"\(6, 4\), \(5, 4\): expected the same number": fit([({"x": X, "m": X[:5]}, Y)]),
     "TypeError: a batch is a dict of 'x', 'flags'": fit([({"x": X, "flags": 3}, Y)]),
     r"TypeError: .*a tensor of shape \(\): expected": fit([(X, torch.tensor(1.0))]),
-    "inputs have 6 samples along dim 0 and targets 5": fit([(X, Y[:5])]),
+    r"shapes \(6, 4\), \(5, 3\): expected the same number": fit([(X, Y[:5])]),
     "TypeError: batches=None: expected batches": fit(None),
     "until=None: .*would never end: pass until=": fit(lambda step: (X, Y)),
     "until=-1: expected the total number of steps": fit(lambda step: (X, Y), until=-1),
@@ -302,7 +302,7 @@ REFUSED = {
             lambda y, _: y.square().mean(),
             batch=(torch.ones(6, 1).long(), Y),
         ),
-        "inputs have 6 samples .* and targets 5.*|could not take its batch": fit([(X, Y[:5])]),
+        r"shapes \(6, 4\), \(5, 3\).*|could not take its batch": fit([(X, Y[:5])]),
     },
     "tp 2": {
         r"regather=True.*expected sequence_parallel=True": given(regather=True),
@@ -323,7 +323,7 @@ REFUSED = {
             gpt, plan={"*.mlp_norm": "column"}
         ),
         "'column', but it is of type Block": given(gpt, plan={"blocks.0": "column"}),
-        "matches no layer with a weight": given(gpt, plan={"blocks.*.mlp": "column"}),
+        "but it is of type MLP: expected an nn.Linear": given(gpt, plan={"blocks.*.mlp": "column"}),
         "expected an nn.Embedding or the": given(gpt, plan={"norm": "vocabulary"}),
         "the style 'colum': expected one of 'column'": given(gpt, plan={"head": "colum"}),
         "cuts nothing": given(gpt, plan={}),
@@ -349,10 +349,10 @@ REFUSED = {
         ),
     },
     "cp 3": {
-        "a length of 1 along dim 1": given(
+        r"shapes \(11, 1\), \(11, 1\): expected": given(
             small, next_token_loss, batch=[t[:, :1] for t in text(0)]
         ),
-        r"targets are a tensor of shape \(11,\)": given(small, next_token_loss, batch=LABELS),
+        r"shapes \(11, 6\), \(11,\): expected": given(small, next_token_loss, batch=LABELS),
         "4 heads of q and 4 of k and v over 3 ranks": given(small, context="ulysses", **TEXT),
         "expected one of 'zigzag', 'contiguous'": given(small, context="ring", **TEXT),
         "called with dropout_p=0.1": given(partial(small, dropout=0.1), **TEXT, verify=True),
@@ -371,7 +371,7 @@ REFUSED = {
         ),
     },
     "ep 3": {
-        "2 experts, too few for 3 ranks": given(partial(mixture, 2)),
+        r"over 3 ranks along ep: .* have \[2\] entries": given(partial(mixture, 2)),
         'no module named "experts"': given(lambda: nn.Linear(2, 2)),
         "'.*mlps' matches no module": given(mixture, plan={"*.mlps": "experts"}),
         r"have \[3, 4\] entries": given(

@@ -205,15 +205,15 @@ OTHERS = {  # what was saved, and why it is not for the trainer that `build()` g
     "a buffer more": (lambda: mlp(5, 4, buffer=True), r"'scale' has shape \(1,\) there and none"),
     "frozen there": (
         lambda: mlp(5, 4, frozen=True),
-        r"groups of the optimizer are \[.* here: expected",
+        r"AdamW with the groups \[.*, but this .* with the groups \[.*: expected",
     ),
     "sgd": (
         lambda: build(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
-        "the state of SGD, but this trainer's optimizer is AdamW",
+        "the state of SGD .* this trainer's optimizer is AdamW",
     ),
     "other groups": (
         lambda: build(optimizer=adamw_by_shape),
-        r"groups of the optimizer are \[.*'layers\.0\.weight'.* here: expected the same groups",
+        r"AdamW with the groups \[.*'layers\.0\.weight'.*: expected the same",
     ),
 }
 

@@ -73,7 +73,7 @@ def extreme_and_wrong():
         (targets + 1, IndexError, "the logits have a vocabulary of 10", {}),
         (targets - 1, IndexError, "the logits have a vocabulary of 10", {}),
         (targets[0], ValueError, "expected", {}),
-        (targets.double(), ValueError, "expected whole numbers", {}),
+        (targets.double(), ValueError, "expected .*whole numbers", {}),
         (targets, ValueError, "reduction='none': expected", {"reduction": "none"}),
     ):
         with pytest.raises(kind, match=words):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101.trainers.axis import Axis, OneStage
-from parallel101.trainers.batches import Batch, in_words, map_tensors, tensors_of
+from parallel101.trainers.batches import Batch, map_tensors, tensors_of
 from parallel101.trainers.context.time_layout import local_positions, time_sizes
 from parallel101.trainers.context.ulysses import ulysses_attention
 from parallel101.trainers.context_parallel import ring_attention
@@ -63,19 +63,13 @@ class ContextAxis(Axis):
                 module.register_forward_pre_hook(partial(self.to_module, name), with_kwargs=True)
 
     def check_batch(self, inputs: Batch, targets: Batch) -> None:
-        for what, tree in (("inputs", inputs), ("targets", targets)):
-            for t in tensors_of(tree):
-                if t.dim() <= TIME:
-                    raise ValueError(
-                        f"the mesh has an axis cp, which cuts dim {TIME}, the time, but {what} are "
-                        f"{in_words(tree)}: expected (samples, time, …)"
-                    )
-        times = sorted({t.shape[TIME] for t in tensors_of((inputs, targets))})
-        if len(times) > 1 or times[0] < self.group.size:
+        shapes = [tuple(t.shape) for t in tensors_of((inputs, targets))]
+        times = {shape[TIME] if len(shape) > TIME else 0 for shape in shapes}
+        if len(times) > 1 or min(times) < self.group.size:
             raise ValueError(
-                f"inputs and targets have a length of {' and '.join(map(str, times))} along dim "
-                f"{TIME}, the time, and the axis cp has {self.group.size} ranks: expected the same "
-                "length for all, and at least one position for each rank"
+                f"the axis cp cuts dim {TIME}, the time, over {self.group.size} ranks, but the "
+                f"tensors of the batch have the shapes {', '.join(map(str, shapes))}: expected "
+                "(samples, time, …), the same time for all, and at least one position for each rank"
             )
 
     def cut_batch(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch, float]:
@@ -97,12 +91,10 @@ class ContextAxis(Axis):
         """Add the positions to the arguments of a module that is called with activations alone."""
         return args, {name: self.here.expand(len(args[0]), -1), **kwargs}
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run a forward whose attention is that of the whole sequence."""
+    def forward(self) -> AbstractContextManager:
+        """Return the context of a forward whose attention is that of the whole sequence."""
         attention = {F.scaled_dot_product_attention: self.attend}
-        with and_its_repetitions(lambda: Replacing(attention)):
-            yield
+        return and_its_repetitions(lambda: Replacing(attention))
 
     def attend(
         self,

@@ -50,14 +50,13 @@ def vocabulary_cross_entropy(
     Raises ValueError, on every rank, for shapes that do not fit and for another reduction, and
     IndexError for a target that is not in the vocabulary.
     """
-    if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[:-1] != targets.shape:
+    whole = not targets.is_floating_point() and targets.dtype != torch.bool
+    fits = logits.dim() > 0 and logits.shape[:-1] == targets.shape
+    if not (fits and whole and logits.is_floating_point()):
         raise ValueError(
-            f"logits {logits.dtype} of shape {tuple(logits.shape)} and targets of shape "
-            f"{tuple(targets.shape)}: expected (…, this rank's part of the vocabulary) and (…)"
-        )
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(
-            f"targets are {targets.dtype}: expected whole numbers, positions in the vocabulary"
+            f"logits {logits.dtype} of shape {tuple(logits.shape)} and targets {targets.dtype} of "
+            f"shape {tuple(targets.shape)}: expected (…, this rank's part of the vocabulary), and "
+            "whole numbers (…), positions in the vocabulary"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r}: expected "mean" or "sum"')

@@ -108,18 +108,15 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
         table, matches = style.name == "vocabulary", names_of(pattern, list(named))
         kinds = (nn.Linear, nn.Embedding) if table else nn.Linear
         fitting = [n for n in matches if isinstance(named[n], kinds) and is_plain(named[n])]
-        for name in matches:
-            if name not in fitting and ("*" not in pattern or named[name]._parameters):
-                raise ValueError(
-                    f"plan: {pattern!r} gives {name!r} the style {str(style)!r}, but it is of type "
-                    f"{type(named[name]).__name__}: expected {WANTED[table]}, without a forward of "
-                    "its own, a parametrization of its weight, max_norm, scale_grad_by_freq, "
-                    "sparse, and hooks (register them after the trainer is built)"
-                )
-        if not fitting:
+        left = [n for n in matches if n not in fitting]
+        if "*" in pattern and fitting:  # which may also match what has no weight
+            left = [n for n in left if named[n]._parameters]
+        if left:
             raise ValueError(
-                f"plan: {pattern!r} has the style {str(style)!r}, but matches no layer with a "
-                f"weight, only {listed(matches)}"
+                f"plan: {pattern!r} gives {left[0]!r} the style {str(style)!r}, but it is of type "
+                f"{type(named[left[0]]).__name__}: expected {WANTED[table]}, without a forward of "
+                "its own, a parametrization of its weight, max_norm, scale_grad_by_freq, sparse, "
+                "and hooks (register them after the trainer is built)"
             )
         styles |= {first[id(named[name])]: style for name in fitting}
     return styles
