@@ -54,12 +54,8 @@ class History:
         """Return the tokens a second over the last steps, in words; samples a second if there are
         no tokens.
         """
-        seconds = sum(self.seconds[-last:])
-        amount, unit = (
-            (sum(self.tokens[-last:]), "tokens")
-            if any(self.tokens[-last:])
-            else (sum(self.samples[-last:]), "samples")
-        )
+        seconds, tokens = sum(self.seconds[-last:]), sum(self.tokens[-last:])
+        amount, unit = tokens or sum(self.samples[-last:]), "tokens" if tokens else "samples"
         return f"{amount / seconds:,.0f} {unit}/s" if seconds else f"? {unit}/s"
 
     def plot(self, ax: Any = None, **line: Any) -> Any:

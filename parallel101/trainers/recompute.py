@@ -57,29 +57,22 @@ def modules_to_recompute(recompute: Recompute, model: nn.Module) -> list[str]:
     named = {name: module for name, module in model.named_modules() if name}
     if recompute == "none":
         return []
+    chosen, expected = list[str](), '"none", "selective" or "full"'
     if recompute == "full":
         chosen = list(blocks_of(model))
         expected = "blocks (modules with modules inside) in an nn.ModuleList or nn.Sequential"
     elif recompute == "selective":
-        last = {name: name.rpartition(".")[2] for name in named}
-        chosen = [
-            name
-            for name, module in named.items()
-            if last[name] in CORES and next(module.parameters(), None) is None
-        ]
+        cores = [name for name in named if name.rpartition(".")[2] in CORES]
+        chosen = [name for name in cores if not [*named[name].parameters()]]
         expected = f"modules without parameters that are called {' or '.join(CORES)}"
     elif callable(recompute):
         chosen = [name for name in named if recompute(name)]
         expected = f"a function that is true for some of {', '.join(list(named)[:8])}, …"
-    else:
-        raise ValueError(
-            f'recompute={recompute!r}: expected "none", "selective", "full", or a function of a '
-            'module\'s name, such as lambda name: name.endswith("mlp")'
-        )
     if not chosen:
         raise ValueError(
             f"recompute={recompute!r} matches no module of {type(model).__name__}: expected "
-            f"{expected}; or pass a function of a module's name"
+            f"{expected}; or pass a function of a module's name, such as "
+            'lambda name: name.endswith("mlp")'
         )
     for name in chosen:
         for below, norm in named[name].named_modules(prefix=name):
