@@ -45,14 +45,14 @@ class Norms(Axis):
     """
 
     def __init__(self, model: nn.Module, axes: Axes, options: Options, microbatches: int):
-        self.model, self.synchronized = model, options.sync_batch_norm
+        self.norms, self.synchronized = [*norms_of(model)], options.sync_batch_norm
         self.data = axes.along([axis for axis in axes.sizes if axis in DATA])
         self.microbatches = microbatches
-        self.frozen = [norm for _, norm in norms_of(model) if not norm.training]
-        self.check()
+        self.check_batch()
 
-    def check(self) -> None:
-        for name, module in norms_of(self.model):
+    def check_batch(self, *_: Batch) -> None:
+        """Raise ValueError for such a norm, also if it was frozen and is not any more."""
+        for name, module in self.norms:
             if not module.training and module.running_mean is not None:
                 continue  # it is frozen
             if self.microbatches > 1:
@@ -70,11 +70,6 @@ class Norms(Axis):
                 f"GroupNorm or RMSNorm{freeze if module.running_mean is not None else ''}"
             )
 
-    def check_batch(self, inputs: Batch, targets: Batch) -> None:
-        """Raise ValueError if a norm that was frozen is not any more."""
-        if any(norm.training for norm in self.frozen):
-            self.check()
-
     def cut(self, model: nn.Module, stages: OneStage) -> None:
         """Let the norms take the statistics of all ranks' samples from now on.
 
@@ -82,12 +77,12 @@ class Norms(Axis):
         the same norms in the same order. These messages have a process group of their own, so that
         they are never taken for gradients, which leave at any time during backward.
         """
-        if not self.synchronized or self.data.size == 1 or not any(norms_of(model)):
+        if not self.synchronized or self.data.size == 1:
             return
         ranks = list(self.data.ranks)
         own = dist.new_group(ranks, use_local_synchronization=True, group_desc="mesh_dp")
         group = self.data._replace(process_group=own)
-        for _, module in norms_of(model):
+        for _, module in self.norms:
             module.forward = MethodType(partial(forward, group), module)
         self.least = 1, "sync_batch_norm needs one on each rank"
 

@@ -321,7 +321,7 @@ REFUSED = {
             gpt, plan={"*.mlp_norm": "column"}
         ),
         "'column', but it is of type Block": given(gpt, plan={"blocks.0": "column"}),
-        "but it is of type MLP: expected an nn.Linear": given(gpt, plan={"blocks.*.mlp": "column"}),
+        "gives 'blocks.0.mlp' the style 'column', but": given(gpt, plan={"blocks.*.mlp": "column"}),
         "expected an nn.Embedding or the": given(gpt, plan={"norm": "vocabulary"}),
         "the style 'colum': expected one of 'column'": given(gpt, plan={"head": "colum"}),
         "cuts nothing": given(gpt, plan={}),

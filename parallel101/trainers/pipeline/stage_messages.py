@@ -26,9 +26,9 @@ from parallel101.spans import wait_span
 from parallel101.trainers.batches import Batch, count_samples, number_of_shape
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.schedules.actions import (
-    COMMUNICATION,
     Action,
     Placement,
+    Ranks,
     ScheduleError,
     partner,
     receive_for,
@@ -50,13 +50,7 @@ class Messages:
         device: of the tensors.
     """
 
-    def __init__(
-        self,
-        axes: Axes,
-        lists: Sequence[Sequence[Action]],
-        placement: Placement,
-        device: torch.device,
-    ):
+    def __init__(self, axes: Axes, lists: Ranks, placement: Placement, device: torch.device):
         self.placement, self.me, self.device = placement, axes.here["pp"], device
         self.ranks = axes.along(["pp"]).ranks
         self.groups = [
@@ -64,15 +58,20 @@ class Messages:
             for _ in ("up", "down")
             if len(self.ranks) > 1
         ]
-        self.acknowledged = acknowledged(lists, placement, self.me)
-        messages = [a for of_rank in lists for a in of_rank if a.kind in COMMUNICATION]
-        self.partners = {action: partner(action) for action in messages}
         # from each position, what this rank receives, in the order in which it is sent
-        self.incoming: dict[int, list[Action]] = {source: [] for source in range(len(lists))}
-        for send in messages:
-            source, receive = placement[send.stage], self.partners[send]
-            if send.kind.startswith("SEND") and placement[receive.stage] == self.me != source:
-                self.incoming[source].append(receive)
+        self.incoming: dict[int, list[Action]] = {}
+        # by receive, this rank's sends that must have been received before it could be computed
+        self.acknowledged: dict[Action, list[Action]] = {}
+        for source, of_rank in enumerate(lists):
+            self.incoming[source], used = [], list[Action]()
+            for action in of_rank if source != self.me else ():
+                needed = receive_for(action, placement)
+                if needed is not None and placement[partner(needed).stage] == self.me:
+                    used.append(partner(needed))
+                elif action.kind.startswith("SEND") and placement[partner(action).stage] == self.me:
+                    receive = partner(action)
+                    self.incoming[source].append(receive)
+                    self.acknowledged[receive], used = used, []
         # (stage, shape of the microbatch) → shape and dtype of its message
         self.known: dict[Hashable, Spec] = {}
 
@@ -92,7 +91,7 @@ class Messages:
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Begin to send it. Raises ScheduleError if it can't be sent, or has a new shape."""
-        receive, spec = self.partners[action], (tuple(tensor.shape), tensor.dtype)
+        receive, spec = partner(action), (tuple(tensor.shape), tensor.dtype)
         key, to = self.key(receive), self.placement[receive.stage]
         possible = tensor.dtype in DTYPES and tensor.dim() <= MOST_DIMS
         if not possible or self.known.get(key, spec) != spec:
@@ -121,7 +120,7 @@ class Messages:
         """Post this receive and those that come before it from the same rank, as far as their
         shapes are known. `hear`: wait for what announces the others.
         """
-        source = self.placement[self.partners[action].stage]
+        source = self.placement[partner(action).stage]
         while action in (expected := self.expected[source]):
             key = self.key(expected[0])
             if key not in self.known:
@@ -179,21 +178,3 @@ def activations(stage: int, y: Any) -> Tensor:
             "(layers_per_stage=), or let the stage's last module join what it returns (torch.cat)"
         )
     return y.detach()
-
-
-def acknowledged(
-    lists: Sequence[Sequence[Action]], placement: Placement, me: int
-) -> dict[Action, list[Action]]:
-    """Return, for each receive of this rank, its sends that must have been received before that
-    message could be computed.
-    """
-    answered: dict[Action, list[Action]] = {}
-    for source in range(len(lists)):
-        used: list[Action] = []
-        for action in lists[source] if source != me else ():
-            needed = receive_for(action, placement)
-            if needed is not None and placement[partner(needed).stage] == me:
-                used.append(partner(needed))
-            elif action.kind.startswith("SEND") and placement[partner(action).stage] == me:
-                answered[partner(action)], used = used, []
-    return answered
