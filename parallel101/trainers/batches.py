@@ -39,6 +39,11 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
     return tree
 
 
+def copied(tree: Batch) -> Any:
+    """Return the tree with copies of its tensors, without the rest of a larger one's memory."""
+    return map_tensors(lambda t: t.detach().clone(), tree)
+
+
 def cast(tree: Batch, dtype: torch.dtype | None) -> Batch:
     """Convert floating-point tensors to this dtype; None: leave them as they are."""
     if dtype is None:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers import checkpoint, memory, training_loop
-from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.agreement import Agreement, tensors_of
 from parallel101.trainers.axis import DataAxis, OneStage
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.gradient_sync import nested
 from parallel101.trainers.history import History
-from parallel101.trainers.layout import Axes, Layout, entries_of, state_names, tensors_of_state
+from parallel101.trainers.layout import Axes, Layout, entries_of, state_names
 from parallel101.trainers.options import (
     LossFn,
     OptimizerFn,
@@ -175,10 +175,11 @@ class HybridTrainer:
         self.model, self.clip_norm, self.position = model, given.clip_norm, axes.position
         self.agree = Agreement(axes.group, self.device)
         self.agree.check_or_copy(model, given.sync)
-        tensors = tensors_of_state(model).items()
+        self.state = state_names(model)
+        tensors = [(name, t) for name, t in tensors_of(model) if name in self.state.values()]
         shapes = {name: (t.shape, self.precision.kept(t.dtype)) for name, t in tensors}
         whole = self.precision.cast_model(model)
-        self.trained, self.state = list(whole), state_names(model)
+        self.trained = list(whole)
         self.optimizer = build_optimizer(optimizer, whole)
         self.verification = Verification(self, given, partial(HybridTrainer, model, loss_fn))
         over = [axis.name for axis in cutting if axis.cuts_logits]

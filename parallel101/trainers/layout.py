@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parallel101.collectives import all_gather
 from parallel101.mesh import Group, GroupLike, along, group_of
 from parallel101.trainers.agreement import Agreement, tensors_of
+from parallel101.trainers.batches import copied
 
 ORDER = ("pp", "tp", "ep", "dp")  # in which the axes cut a parameter, the outermost first
 DATA = ("dp", "cp", "ep")  # each rank along these has other tokens: gradients are summed over them
@@ -72,7 +73,9 @@ class Pieces(NamedTuple):
 
 
 Placement = Stages | Shard | Pieces
-Part = tuple[Pieces | None, Any]  # what a rank holds of a tensor of the whole model
+# what a rank holds of a tensor of the whole model: its Pieces as a tuple, empty if it has none, and
+# their values
+Part = tuple[Sequence[Any], Any]
 
 
 class Entry(NamedTuple):
@@ -197,7 +200,7 @@ class Layout:
         name: str,
         whole: Tensor,
         where: Coordinates | None = None,
-        pieces: Pieces | None = None,
+        pieces: Sequence[Any] = (),
     ) -> Tensor:
         """Return the part of the whole that a rank (default: this one) holds, which may be empty.
 
@@ -272,10 +275,7 @@ class Layout:
             if self.counts(name)
         }
         line = Agreement(self.axes.along(self.cut_axes), self.device)
-        return [
-            {n: (Pieces(*bounds) if bounds else None, part) for n, (bounds, part) in rank.items()}
-            for rank in line.objects(content, first_only)
-        ]
+        return line.objects(content, first_only)
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of the whole model's gradients, the same on every rank, from each rank's
@@ -310,20 +310,7 @@ class Layout:
             yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"
 
 
-def copied(value: Any) -> Any:
-    """Return the same with a copy of each tensor, without the rest of a larger one's memory."""
-    if isinstance(value, Mapping):
-        return {key: copied(part) for key, part in value.items()}
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 # ── names ──
-
-
-def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers in a state_dict, by name, each once, even if tied."""
-    kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    return {name: t for name, t in tensors_of(model) if id(t) in kept}
 
 
 def state_names(model: nn.Module) -> dict[str, str | None]:
@@ -332,5 +319,5 @@ def state_names(model: nn.Module) -> dict[str, str | None]:
     Several keys have the same name if they are tied. None: it is neither, such as a module's extra
     state.
     """
-    names = {id(t): name for name, t in tensors_of_state(model).items()}
+    names = {id(t): name for name, t in tensors_of(model)}
     return {key: names.get(id(t)) for key, t in model.state_dict(keep_vars=True).items()}

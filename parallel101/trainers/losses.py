@@ -22,9 +22,9 @@ from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.batches import (
     Batch,
     check_pair,
+    copied,
     count_samples,
     in_words,
-    map_tensors,
     number_of_shape,
     number_of_values,
 )
@@ -121,7 +121,7 @@ class Losses:
     def add(self, outputs: Any, targets: Any, samples: int) -> Tensor:
         """Return a microbatch's part of the loss, from which backward starts."""
         if self.keep == len(self.parts):
-            self.kept = map_tensors(lambda t: t.detach().clone(), (outputs, targets))
+            self.kept = copied((outputs, targets))
         loss, weight = loss_and_weight(self.loss_fn, outputs, targets)
         if self.training and not loss.requires_grad:
             raise ValueError(

@@ -37,13 +37,14 @@ from parallel101.trainers.batches import (
     Batch,
     call,
     cast,
+    copied,
     count_samples,
     join,
     map_tensors,
     split,
     tensors_of,
 )
-from parallel101.trainers.layout import SAMPLES, copied
+from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import NoTargets
 from parallel101.trainers.memory import readable
 from parallel101.trainers.options import Trainer
