@@ -19,9 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# torch has no public name for it; the LSTM in tests/trainers/models.py needs it
-from torch.utils._pytree import tree_leaves
-
 from parallel101.collectives import all_gather, reduce_scatter
 from parallel101.collectives.asynchronous import (
     AsyncCollective,
@@ -31,6 +28,7 @@ from parallel101.collectives.asynchronous import (
 from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
+from parallel101.trainers.batches import tensors_of
 from parallel101.trainers.gradient_sync import (
     GradientSync,
     LiveBytes,
@@ -323,8 +321,8 @@ def walk(layers: Mapping[str, nn.Module], use: Callable[[str, bool], None]) -> N
         use(name, False)
 
     def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
                 # a layer that returns its input as it is has no backward, and would come too late
                 node: Any = tensor.grad_fn
                 known = set() if node is None else node.metadata.setdefault(walk, set())
