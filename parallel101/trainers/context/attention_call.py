@@ -26,7 +26,7 @@ from parallel101.collectives.comm import Comm
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.spans import compute, span, wait_span
-from parallel101.trainers.context.time_layout import Seen, check_layout, time_sizes, visible
+from parallel101.trainers.context.time_layout import Seen, time_sizes, visible
 
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 BACKWARD = 2.5  # times the forward's seconds: five matrix products a block, and two in the forward
@@ -137,10 +137,9 @@ def checked(
                 time = torch.tensor([q.shape[2]], device=device)
                 sizes = all_gather(time, group=members).tolist()
         of_ranks = sizes_of(sizes, members)
-        check_layout(layout, sum(of_ranks), members.size)
-        # any part of the time, if contiguous
-        contiguous, time_here = layout == "contiguous", q.shape[2]
-        right = of_ranks if contiguous else time_sizes(sum(of_ranks), members.size, layout)
+        right, time_here = time_sizes(sum(of_ranks), members.size, layout), q.shape[2]
+        if layout == "contiguous":  # any part of the time
+            right = of_ranks
         if of_ranks != right or not min(of_ranks) or of_ranks[position] != time_here:
             raise ValueError(
                 f"the ranks have {of_ranks} of {sum(of_ranks)} positions, and q of position "

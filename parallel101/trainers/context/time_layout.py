@@ -26,7 +26,13 @@ def pieces(time: int, n: int, position: int, layout: str) -> list[range]:
 
     Raises ValueError for an unknown layout, and if a rank would have no position.
     """
-    check_layout(layout, time, n)
+    if layout not in LAYOUTS:
+        raise ValueError(f'layout={layout!r}: expected "contiguous" or "zigzag"')
+    if type(time) is not int or time < n:
+        raise ValueError(
+            f"a sequence of time={time!r} over {n} ranks: expected at least one position for each "
+            "rank. Use fewer ranks, or longer sequences"
+        )
     if layout == "contiguous":
         return [split_ranges(time, n)[position]]
     chunks = split_ranges(time, 2 * n)
@@ -81,17 +87,6 @@ def context_positions(
     if members.position is None:
         return torch.empty(0, dtype=torch.int64, device=device)
     return local_positions(time, members.size, members.position, layout, device)
-
-
-def check_layout(layout: str, time: int, n: int) -> None:
-    """Raise ValueError unless `layout` exists and gives each of n ranks a position of `time`."""
-    if layout not in LAYOUTS:
-        raise ValueError(f'layout={layout!r}: expected "contiguous" or "zigzag"')
-    if type(time) is not int or time < n:
-        raise ValueError(
-            f"a sequence of time={time!r} over {n} ranks: expected at least one position for each "
-            "rank. Use fewer ranks, or longer sequences"
-        )
 
 
 class Seen(NamedTuple):

@@ -160,11 +160,10 @@ def cut_points(
         firsts = list(accumulate(split_sizes(len(with_parameters), stages), initial=0))[1:-1]
         cuts = [0, *(with_parameters[first] for first in firsts), len(entries)]
         return [range(a, b) for a, b in pairwise(cuts)]
-    counts = list(layers_per_stage) if isinstance(layers_per_stage, Sequence) else []
-    whole = [count for count in counts if type(count) is int and count > 0]
-    parts = [range(a, b) for a, b in pairwise(accumulate(whole, initial=0))]
-    filled = [part for part in parts if not set(part).isdisjoint(with_parameters)]
-    if len(filled) != stages or counts != whole or sum(counts) != len(entries):
+    given = layers_per_stage if isinstance(layers_per_stage, Sequence) else []
+    right = all(type(count) is int and count > 0 for count in given) and sum(given) == len(entries)
+    parts = [range(a, b) for a, b in pairwise(accumulate(given, initial=0))] if right else []
+    if len(parts) != stages or any(set(part).isdisjoint(with_parameters) for part in parts):
         raise ValueError(
             f"layers_per_stage={layers_per_stage!r}: expected {stages} numbers, one for each "
             f"stage, 1 or more, that add up to the {len(entries)} modules of the model's sequence, "
