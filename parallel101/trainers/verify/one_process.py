@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel101.trainers.layout import Axes, copied
+from parallel101.trainers.batches import copied
+from parallel101.trainers.layout import Axes
 from parallel101.trainers.options import Options, Trainer
 
 SHARED = ("clip_norm", "autocast", "precision", "gradient_dtype")  # options of both sides
