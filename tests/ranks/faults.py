@@ -81,9 +81,9 @@ misuse, deadlock, failed = (
 )
 
 
-def calls(fault, programs, **about):
+def calls(fault, programs, *more, **about):
     for says, program in programs.items():
-        fault(says, name=f"{says}{about.get('worlds', '')}", **about)(program)
+        fault(says, *more, name=f"{says}{about.get('worlds', '')}", **about)(program)
 
 
 X, INTS, FLOATS = torch.ones(1), torch.ones(6, dtype=torch.int32), torch.ones(6)
@@ -383,10 +383,39 @@ def both_send_first(rank):
         dist.recv(X, 1 - rank)
 
 
-@deadlock(CYCLE, worlds=BOTH)
-def wait_of_irecv(rank):
-    work = dist.irecv(X, 1 - rank)
-    work.wait()  # rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0
+IN_A_CYCLE = {
+    "rank 1 waits in recv from rank 0, at …irecv(X, 1": lambda r: dist.irecv(X, 1 - r).wait(),
+    "rank 1 waits in new_group for rank 0": lambda r: (
+        r == 0 and dist.recv(X, 1),
+        dist.new_group([0, 1]),
+    ),
+    "rank 0 waits in all_reduce for rank 1": lambda r: (
+        r == 1 and dist.recv(X, 0),
+        torch.futures.wait_all([dist.all_reduce(X, async_op=True).get_future()]),
+    ),
+}
+calls(deadlock, IN_A_CYCLE, CYCLE, worlds=BOTH)
+IN_A_CYCLE_ON_GLOO = {  # the others compute, and a library's own thread lives
+    "rank 0 waits in recv from rank 1": lambda r: (
+        [X.sum() for _ in iter(int, int(r > 1))],
+        ThreadPoolExecutor().submit(abs, -1).result(),
+        dist.recv(X, 1 - r),
+    )
+}
+calls(deadlock, IN_A_CYCLE_ON_GLOO, CYCLE, size=4, worlds="gloo")
+IN_A_CYCLE_ON_SIM = {
+    "rank 0 waits in recv from rank 1": lambda r: [*iter(dist.irecv(X, 1 - r).is_completed, True)],
+    "waits in store.get('never') for a key that no rank has set": lambda r: (
+        r == 1 and dist.recv(X, 0),
+        c10d._get_default_store().get("never"),
+    ),
+}
+calls(deadlock, IN_A_CYCLE_ON_SIM, CYCLE, worlds="sim")
+FOR_NOBODY = {
+    "rank 0 waits in recv from rank 1 (returned)": lambda r: r == 0 and dist.recv(X, 1),
+    "never come": lambda r: r == 0 and dist.recv(X),
+}
+calls(deadlock, FOR_NOBODY, size=3, worlds=BOTH)
 
 
 @deadlock("the cycle: rank 2 → rank 3 → rank 2", size=4, worlds=BOTH)
@@ -394,25 +423,6 @@ def skipped_collective(rank):
     if rank != 2:
         dist.all_reduce(X)  # rank 0 waits in all_reduce for rank 2
     dist.recv(X, 3)  # rank 2 waits in recv from rank 3
-
-
-@deadlock("rank 1 has already returned", size=4, worlds=BOTH)
-def one_has_returned(rank):
-    if rank == 0:
-        dist.recv(X, 1)  # rank 0 waits in recv from rank 1 (returned)
-
-
-@deadlock("never come", size=3, worlds=BOTH)
-def nobody_sends(rank):
-    if rank == 0:
-        dist.recv(X)  # rank 0 waits in recv from any rank
-
-
-@deadlock(CYCLE, worlds=BOTH)
-def group_that_one_never_makes(rank):
-    if rank == 0:
-        dist.recv(X, 1)  # rank 0 waits in recv from rank 1
-    dist.new_group([0, 1])  # rank 1 waits in new_group for rank 0
 
 
 @deadlock("the cycle: rank 1 → rank 2 → rank 1", size=4, worlds=BOTH)
@@ -446,13 +456,6 @@ def different_tags(rank):
     dist.recv(X, 0, tag=2)  # rank 1 waits in recv from rank 0
 
 
-@deadlock(CYCLE, worlds="sim")
-def polling_for_ever(rank):
-    work = dist.irecv(X, 1 - rank)
-    while not work.is_completed():
-        pass
-
-
 @deadlock(CYCLE, worlds=BOTH)
 def wait_inside_backward(rank):
     net = DDP(torch.nn.Linear(2, 2))
@@ -460,22 +463,6 @@ def wait_inside_backward(rank):
     if rank == 1:
         dist.recv(X, 0)  # rank 1 waits in recv from rank 0
     loss.backward()  # rank 0 waits in all_reduce for rank 1
-
-
-@deadlock(CYCLE, worlds=BOTH)
-def wait_for_a_future(rank):
-    if rank == 1:
-        dist.recv(X, 0)  # rank 1 waits in recv from rank 0
-    work = dist.all_reduce(X, async_op=True)
-    torch.futures.wait_all([work.get_future()])  # rank 0 waits in all_reduce for rank 1
-
-
-@deadlock(CYCLE, worlds="sim")
-def key_that_nobody_sets(rank):
-    if rank == 1:
-        dist.recv(X, 0)  # rank 1 waits in recv from rank 0
-    store = c10d._get_default_store()
-    store.get("never")  # rank 0 waits in store.get('never') for a key that no rank has set
 
 
 @deadlock(CYCLE, worlds="gloo checked sim nccl")
@@ -491,19 +478,6 @@ def one_rank_outside_an_unrecorded_block(rank):
         dist.recv(X, 1)  # rank 0 waits in recv from rank 1
     with unrecorded():
         dist.all_gather(row(X), X)  # rank 1 waits in all_gather for rank 0
-
-
-@deadlock(CYCLE, size=4, worlds="gloo")
-def others_compute(rank):
-    while rank > 1:
-        torch.ones(100).sum()
-    dist.recv(X, 1 - rank)  # rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0
-
-
-@deadlock(CYCLE, worlds="gloo")
-def a_librarys_own_thread_lives(rank):
-    ThreadPoolExecutor().submit(abs, -1).result()  # its thread lives on, and waits for work
-    dist.recv(X, 1 - rank)
 
 
 @deadlock("Keep what isend", worlds="gloo")
