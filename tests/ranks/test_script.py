@@ -122,11 +122,9 @@ def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
         ("nothing.py",): "can't run nothing.py",
         ("-m", "no_such_module"): "there is no module 'no_such_module'",
         ("--network", "fast", script): "neither a topology in front nor name=value",
-        ("--network", "ring", script): "network works with backend='sim' only",
         sim: "--record can't be used with --backend sim",
         ("--last-events", "0", script): "0 is not a whole number, 1 or more",
         ("--steps", "9:3", script): "expected FIRST:LAST, such as 100:120",
-        ("--world-size", "0", script): "must be a whole number of ranks, 1 or more",
     }
     for argv, words in refused.items():
         with pytest.raises(SystemExit) as stopped:

@@ -62,9 +62,11 @@ def test_when_a_run_is_stuck(limit, statuses, due, looks):
     assert detector.due(now, ranks) == due
     for quiet, stuck in looks.items():
         now = detector.due(now, ranks)
-        assert detector.stuck(now, {} if quiet is None else {1: quiet}) == stuck
+        # rank 0 waits, so how long it has been quiet says nothing
+        assert detector.stuck(now, {0: 0.0} if quiet is None else {0: 0.0, 1: quiet}) == stuck
         if not stuck:  # it looks again when the rank may have been quiet for long enough
             assert detector.due(now, ranks) == now + max(limit - quiet, 0.5)
+            assert detector.since == now - quiet, "so long ago it has called something"
     if looks:
         ranks.ranks[1] = RankStatus(call(1, "recv", 2))
         assert detector.due(200.0, ranks) == 230.0, "a rank that begins to wait is progress"
