@@ -25,9 +25,9 @@ ONE_SECOND = Network(latency=1.0, bandwidth=float("inf"))  # each message takes 
 ring_all_reduce = partial(p101.all_reduce, algorithm="ring")
 ring_reduce_scatter = partial(p101.reduce_scatter, algorithm="ring")
 ring_all_gather = partial(p101.all_gather, algorithm="ring")
-bidirectional_all_gather = partial(p101.all_gather, algorithm="bidirectional_ring")
 doubling_all_reduce = partial(p101.all_reduce, algorithm="recursive_doubling")
 doubling_all_gather = partial(p101.all_gather, algorithm="recursive_doubling")
+chain_broadcast = partial(p101.broadcast, algorithm="pipelined_chain", segment_bytes=8)
 binomial_broadcast = partial(p101.broadcast, algorithm="binomial")
 binomial_reduce = partial(p101.reduce, algorithm="binomial")
 flat_scatter = partial(p101.scatter, algorithm="flat")
@@ -141,17 +141,3 @@ def halves_all_gather(x: Tensor) -> Tensor:
         receives = (before, up), (after, down)
         right[(rank - step - 1) % n], left[(rank + step + 1) % n] = exchange(sends, receives)
     return torch.cat([half for r in range(n) for half in (right[r], left[r])])
-
-
-def segmented_chain_broadcast(x: Tensor) -> Tensor:
-    """A broadcast along a chain, in as many segments as there are ranks: one arrives while the
-    one before it leaves.
-    """
-    rank, n = me()
-    held, segments = list[Tensor](), x.tensor_split(n)
-    for segment in segments:
-        sends = [(rank + 1, of) for of in ([segment] if rank == 0 else held[-1:]) if rank + 1 < n]
-        held += exchange(sends, [(rank - 1, segment)] if rank else [])
-    if 0 < rank < n - 1:
-        exchange([(rank + 1, held[-1])], [])
-    return x if rank == 0 else torch.cat(held)

@@ -152,7 +152,7 @@ PICTURES = {
     "Step 4 of 4": (p.halves_all_gather, 5, 4, "Bidirectional ring all-gather"),
     "Step 3 of 3": (p.doubling_all_reduce, 8, 4, "Recursive-doubling all-reduce"),
     "Step 2 of 2": (p.doubling_all_gather, 4, 2, "Recursive-doubling all-gather"),
-    "Step 6 of 6": (p.segmented_chain_broadcast, 4, 4, "Chain broadcast"),
+    "Step 6 of 6": (p.chain_broadcast, 4, 4, "Chain broadcast"),
     "before it has heard from every other rank": BARRIER,
     "carry no data of x, only zeros.": BARRIER,
     "a to rank 0, b to rank 1, c to rank 2 and d to rank 3.": LETTERS,

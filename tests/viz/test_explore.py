@@ -55,9 +55,8 @@ def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
     assert explorer.html == before and "Press Run" in explorer.status.value
     explorer.run_button.click()
     assert "<strong>7</strong> ✗ too high" in explorer.html
-    assert rows(explorer)["steps"] == ["4", "4"]
+    assert rows(explorer)["steps"] == ["4", "4"] and explorer.prediction.value == ""
     assert explorer.status.value == "steps: you predicted 7, it is 4: too high."
-    assert explorer.prediction.value == ""
     explorer.prediction.value = "a <b>ig one"  # in words, which nothing judges
     explorer.prediction._handle_custom_msg({"event": "submit"}, [])
     assert "<strong>a &lt;b&gt;ig one</strong> </td>" in explorer.html
@@ -72,13 +71,14 @@ def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
 
 def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel_has_it():
     explorer = explore_collective(world="sim", predict="busiest rank sends")
-    assert explorer.quantity.value == "busiest rank sends" and "96 B" not in shown(explorer)
-    assert "First predict the busiest rank sends" in explorer.status.value
-    move(explorer, ranks=2)  # still to be predicted
-    assert "First predict" in explorer.status.value and "<table>" not in shown(explorer)
-    explorer.run_button.click()
-    assert "Write down a prediction first" in explorer.status.value
-    assert "<table>" not in shown(explorer), "a second press shows it"
+    for step, said in (
+        (lambda: None, "First predict the busiest rank sends"),
+        (lambda: move(explorer, ranks=2), "First predict"),
+        (explorer.run_button.click, "Write down a prediction first"),  # a second press shows it
+    ):
+        step()
+        assert said in explorer.status.value and "<table>" not in shown(explorer)
+    assert explorer.quantity.value == "busiest rank sends"
     assert "96 B" in explorer._repr_mimebundle_()[0]["text/html"]
     predict(explorer, "64 B")
     assert "<strong>64 B</strong> ✓ right" in shown(explorer)
@@ -179,9 +179,8 @@ def test_networks_and_speeds_change_the_run(collective):
     for network in module.TOPOLOGIES:
         move(collective, network=network)
         found[network] = rows(collective)
-        assert ("only the bytes that a rank sends" in collective.html) == (
-            network not in module.FORMS
-        )
+        has_form = network in module.FORMS
+        assert ("only the bytes that a rank sends" in collective.html) != has_form
     for network, steps in zip(module.FORMS, ("7", "4", "25"), strict=True):
         assert found[network]["steps"] == [steps] * 2
         assert found[network]["time"] == [f"{steps} s"] * 2
