@@ -42,6 +42,8 @@ def test_the_config_of_a_llama_on_hugging_face_is_read(tmp_path):
     del config["num_key_value_heads"]  # as many as heads, in LlamaConfig
     shape = shape_of_model(config | {"tie_word_embeddings": True})
     assert shape.kv == 32 and shape.tied
+    with pytest.raises(ValueError, match="attention_bias=True: expected False"):
+        shape_of_model(config | {"attention_bias": True})
 
 
 WRONG = {

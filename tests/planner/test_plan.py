@@ -72,6 +72,8 @@ def test_the_best_is_the_best_of_all_and_the_others_follow():
     one_each = planned(memory=memory, top=5)
     assert [of.seconds for of in one_each] == sorted(fastest.values())[:5]
     assert all(of.seconds == fastest[of.layout.mesh] for of in one_each)
+    # with one microbatch ZeRO 1 is as fast, and needs more memory
+    assert planned(layout={"dp": 8, "microbatch": 4}).best.layout.zero_stage == 2
 
 
 def test_what_the_layout_fixes_stays():

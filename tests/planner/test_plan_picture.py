@@ -55,7 +55,7 @@ def test_bars_are_as_long_as_their_parts(plan):
 def test_every_gpu_that_is_drawn_is_where_the_layout_has_it(plan):
     strides = plan.best.layout.strides
     squares = [of.find(f"{SVG}title").text for of in titled(plan.picture(), "GPU ")]
-    assert 0 < len(squares) <= 4 * 3 * 8
+    assert 0 < len(squares) == len({*squares}) <= 4 * 3 * 8
     for words in squares:
         gpu, places = words.removeprefix("GPU ").split(": ")
         place = dict(text.split() for text in places.split(", "))
