@@ -177,6 +177,11 @@ def pairs(y: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(y, t) + (y[::2] - y[1::2]).square().mean()
 
 
+def triplets(y: Tensor, t: Tensor) -> Tensor:
+    near, far = (y[::3] - y[1::3]).square(), (y[::3] - y[2::3]).square()
+    return F.mse_loss(y, t) + (near - far + 1).clamp_min(0).mean()
+
+
 def sum_and_weight(y: Tensor, t: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(y, t, reduction="sum"), int((t >= 0).sum())
 
@@ -209,6 +214,8 @@ LOSSES = {
     "balance": Program(NO_MEAN, CUT, chain, balance),
     "the hardest": Program(NO_MEAN, PARTS, chain, hardest, TWELVE),
     "pairs": Program("", tuple(SHARES), chain, pairs, (randn(1, 8, 6), randn(2, 8, 6))),
+    "one triplet a rank": Program("", tuple(SHARES), chain, triplets, ROWS),
+    "two triplets a rank": Program("", tuple(SHARES), chain, triplets, TWELVE),
     "pairs, apart": Program(DIFFERS, DP, chain, pairs, ROWS),
     "a penalty, of parts": Program(DIFFERS, ("tp", "pp"), penalty=squares),
     "a penalty, of whole weights": Program("", ("dp", "ZeRO-2", "alone"), penalty=squares),
@@ -458,6 +465,16 @@ def sometimes(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
         p.grad /= p.grad.norm() if optimizer.count % 5 == 0 or optimizer.count > 12 else 1
 
 
+def late(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad /= p.grad.norm() if optimizer.count > 100 and optimizer.count % 50 == 0 else 1
+
+
+def by_table(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
+    """Its counter can't be moved ahead."""
+    optimizer.param_groups[0]["lr"] = [1e-2 / (1 + i) for i in range(40)][optimizer.count]
+
+
 def lookahead(optimizer: Coupled, parameters: list[nn.Parameter]) -> None:
     """Each fifth time it goes half of the way back. It acts on each element alone."""
     for p in parameters:
@@ -492,13 +509,14 @@ def updating(says: str, layouts: tuple[str, ...], optimizer: Any, **more: Any) -
 
 MUON, ADAFACTOR = partial(torch.optim.Muon, lr=1e-2), partial(torch.optim.Adafactor, lr=1e-2)
 NOT_ELEMENTWISE = "From equal gradients the optimizer makes other weights"
-OF_MATRICES = {"Shampoo": shampoo, "StableAdamW": stable, "each fifth time": sometimes}
+OF_MATRICES = {"Shampoo": shampoo, "StableAdamW": stable, "at times": sometimes, "late": late}
 OF_ALL = {"one rate": adapted, "clipping inside": clip_inside, "clipping of jumps": clip_jumps}
 ELEMENTWISE: dict[str, Any] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "AdamW": adamw,
     "one's own": Own,
     "Lookahead": partial(Coupled, lookahead),
+    "a table of rates": partial(Coupled, by_table),
     "with a scheduler": lambda p: torch.optim.lr_scheduler.StepLR(adamw(p), 2).optimizer,
 }
 NOISY: dict[str, Any] = {"optimizer": partial(Coupled, langevin)}
@@ -611,6 +629,11 @@ def centered(x: Tensor) -> Tensor:
     return x - x.mean(0)
 
 
+def branching(x: Tensor) -> Tensor:
+    """The shares of the first batch take the same branch; sorted, they don't."""
+    return x if x.mean() > 0 else 2 * x
+
+
 def capacity(x: Tensor) -> Tensor:
     """Each of two experts takes max(3, n/2) samples, and what is too much passes by."""
     choice = (x[:, 0] > -9).long()
@@ -633,6 +656,10 @@ SAMPLES = {
     "parallel101's BatchNorm": Program("parallel101.layers", DP, own_batch_norm),
     "centered": Program(MIXES, (*PARTS, "pp"), inside(centered)),
     "centered, with a weight": Program(MIXES, DP, inside(centered), sum_and_weight, CLASSES),
+    "a branch": Program(
+        *("differs by .* in step 2", ("dp", "ZeRO-3"), of(lambda: Function(branching))),
+        batch=(TWELVE[0] + 0.2, TWELVE[1]),
+    ),
     "a capacity": Program(MIXES, PARTS, inside(capacity), batch=TWELVE),
     "time first": Program(
         "samples that don't lie along dim 0", PARTS, lambda: seeded(TimeFirst()), batch=TIMES

@@ -65,16 +65,15 @@ class Report:
         names: dict[tuple[str, str], dict[int, Row]] = {}
         for row in self.rows:
             names.setdefault((row.what, row.name), {})[row.step] = row
+        worst = {key: max(row.ratio for row in of.values()) for key, of in names.items()}
+        ranked = sorted(names, key=lambda key: (-worst[key], key))
         for what in KINDS:
-            ranked = sorted(
-                (-max(row.ratio for row in rows.values()), name, rows)
-                for (kind, name), rows in names.items()
-                if kind == what
-            )
-            for worst, name, rows in [of for of in ranked if of[0]][:SHOWN] or ranked[:1]:
+            of_kind = [key for key in ranked if key[0] == what]
+            for key in [key for key in of_kind if worst[key]][:SHOWN] or of_kind[:1]:
+                rows = names[key]
                 cells = (f"{rows[i].difference:.1e}" if i in rows else "" for i in steps)
-                share = "✗" if worst < -1 else f"{-worst:.1%}"
-                lines.append((f"{what} {name}".strip(), *cells, share))
+                share = "✗" if worst[key] > 1 else f"{worst[key]:.1%}"
+                lines.append((" ".join(key).strip(), *cells, share))
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = [
             "   ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
