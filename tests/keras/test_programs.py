@@ -89,12 +89,6 @@ def masked(keras):
     return keras.Model(x, layers.Dense(3, activation="softmax")(y))
 
 
-def masked_by_value(keras):
-    layers = keras.layers
-    inner = layers.Masking(0.0), layers.Dense(4), layers.GRU(4), layers.Dense(3, "softmax")
-    return keras.Sequential([keras.Input((5, 1)), *inner])
-
-
 def with_two_outputs(keras):
     """Branches, Dense layers that no other follows, layers that are not cut, and dropout, whose
     masks depend on a seed.
@@ -150,17 +144,12 @@ def fit_two_outputs(model, keras, wrap):
 
 
 def fit_sequences(model, keras, wrap):
-    """One label for each of five steps or for each sequence, whichever the model has.
-
-    Zeros are masked: 1 to 5 of a sequence's steps.
-    """
+    """One label for each of five steps. Zeros are masked: 1 to 5 of a sequence's steps."""
     random = torch.Generator().manual_seed(1)
     steps = torch.randint(1, 7, (17, 5), generator=random) * (
         torch.arange(5) < torch.randint(0, 6, (17, 1), generator=random)
     )
-    labels = torch.randint(3, (17, 5), generator=random)
-    x = steps.numpy() if len(model.inputs[0].shape) == 2 else steps[..., None].double().numpy()
-    y = labels.numpy() if len(model.outputs[0].shape) == 3 else labels[:, 0].numpy()
+    x, y = steps.numpy(), torch.randint(3, (17, 5), generator=random).numpy()
     model = wrap(model)
     metrics = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
     model.compile("adam", "sparse_categorical_crossentropy", **metrics)
@@ -303,21 +292,15 @@ def programs(folder):
         "dropout on a tensor axis": (dropped, fit(), TENSOR),
         "batch statistics of the whole batch": (normalized, fit(), TENSOR),
         "masks": (masked, fit_sequences, FEW),
-        "masks by value": (masked_by_value, fit_sequences, FEW),
         "two outputs": (
             *(with_two_outputs, fit_two_outputs),
             TENSOR | {str(plan): {"plan": plan} for plan in PLANS},
         ),
         "shuffled as on position 0": (classifier, fit(shuffle=True), ZERO_3),
         "callbacks": (classifier, fit(more=with_callbacks), TENSOR),
-        "validation_split": (classifier, fit(more=lambda *_: {"validation_split": 0.3}), ZERO_1),
         "sample_weight": (
             classifier,
             fit(more=lambda x, _: {"sample_weight": abs(x[:, 0])}),
-            ZERO_1,
-        ),
-        "class_weight": (
-            *(classifier, fit(more=lambda *_: {"class_weight": {i: float(i) for i in range(5)}})),
             ZERO_1,
         ),
         "frozen: first what was returned": (classifier, in_phases(*FIRST_RETURNED), FEW),
@@ -481,9 +464,6 @@ def refused(line):
     class OwnStep(keras.Model):
         def train_step(self, data): ...
 
-    class OwnLoss(keras.Sequential):
-        def compute_loss(self, *args, **kwargs): ...
-
     class OwnCall(keras.Model):
         def call(self, x, training=None):
             return 2 * super().call(x, training=training)
@@ -549,10 +529,6 @@ def refused(line):
     rows = [
         ("'OwnStep' has its own train_step", EVERYWHERE, lambda: fitted(functional(OwnStep))),
         ("has its own train_step", EVERYWHERE, lambda: fitted(patched())),
-        (
-            *("'OwnLoss' has its own compute_loss", EVERYWHERE),
-            lambda: fitted(OwnLoss([keras.Input((6,)), layers.Dense(5)])),
-        ),
         ("first/kernel' was frozen when ParallelKeras wrapped the model", EVERYWHERE, thawed),
         ("'what is trained' on rank 1 differs from rank 0; every rank", EVERYWHERE, frozen_on_one),
         ("built for other weights", EVERYWHERE, with_another_optimizer),
@@ -571,7 +547,6 @@ def refused(line):
                     stacked(CenteredInTraining(name=center)),
                 ),
                 (f"'center' (CenteredInTraining) {others}", stacked(inner)),
-                (f"'softmax' (Softmax) {others}", stacked(layers.Softmax(axis=0, name="softmax"))),
                 (f"'centered' {others} too, between its layers", between_layers()),
                 ("'penalty' (Penalty) adds a loss", with_added_loss(keras)),
                 ("'counts' (Counts) keeps numbers", stacked(Counts(name="counts"))),

@@ -65,10 +65,15 @@ def problem_of_loss(
     for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
         whole, *of_parts = (mean_loss(y, t, sizes) for sizes in ([samples], *two_parts(samples)))
         if not math.isnan(whole):
+            moved = map_tensors(lambda t: t.roll(1, 0), (y, t))
+            rolled = mean_loss(moved[0], moved[1], [samples])
             known = [mean for mean in of_parts if not math.isnan(mean)]
-            # samples that belong together may stay together in one of these ways
-            far = (abs(whole - mean) > most * max(abs(whole), abs(mean)) for mean in known)
-            return NO_MEAN.format(whole, known[0]) if known and all(far) else ""
+            equal = [
+                abs(whole - mean) <= most * max(abs(whole), abs(mean)) for mean in (rolled, *known)
+            ]
+            # if their order matters, samples may belong together, and stay so in one of these ways
+            right = all(equal) if equal[0] else any(equal) or not known
+            return "" if right else NO_MEAN.format(whole, known[equal[1:].index(False)])
     return ""
 
 
