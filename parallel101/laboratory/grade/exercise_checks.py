@@ -51,12 +51,11 @@ def value(
                     return f"on rank {rank}, {part}: {what}"
             if (what := difference(found, expected)) is not None:
                 return f"rank {rank} returned {what}"
-        for rank, places in enumerate(trial.changed):
-            for place in places:
+        for rank, (changed, shared) in enumerate(zip(trial.changed, trial.shared)):
+            for place in changed:
                 if place < len(keeps):
                     return f"rank {rank} changed its {keeps[place]}, which must stay as it is"
-        for rank, places in enumerate(trial.shared):
-            if keeps and 0 in places:
+            if keeps and 0 in shared:
                 return f"rank {rank}'s result has the memory of {keeps[0]}; expected a new tensor"
         return None
 

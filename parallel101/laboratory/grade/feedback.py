@@ -26,6 +26,7 @@ from parallel101.laboratory.grade.exercise_report import (
     number,
 )
 from parallel101.laboratory.grade.homework import HomeworkSet
+from parallel101.laboratory.grade.plain_text import write_whole
 from parallel101.laboratory.publish.offline_page import offline_html
 
 
@@ -60,11 +61,8 @@ def write_page(
         f"<main><h1>{escape(heading)}</h1><p>{escape(student)}: <b>{total} points</b></p>"
         f"{problem}{STYLE}<section>{rows}</section>{body}</main>",
     )
-    partial = path.with_name(f".{path.name}.part")
     with suppress(OSError):
-        # a name may have characters that UTF-8 lacks
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        partial.replace(path)
+        write_whole(path, page)
 
 
 def _row(entry: dict[str, Any]) -> ReportRow:

@@ -24,7 +24,7 @@ from typing import Any
 from parallel101.laboratory.grade.exercise import Exercise
 from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, number
 from parallel101.laboratory.grade.homework import HomeworkSet
-from parallel101.laboratory.grade.plain_text import cell, plain
+from parallel101.laboratory.grade.plain_text import cell, plain, write_whole
 
 # of one submission, as JSON: student, set, hash, points, out_of, complete, exercises, and a note on
 # the choice of its file
@@ -71,11 +71,7 @@ def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file whole: a reader sees the old content or the new one."""
-    partial = path.with_name(f".{os.getpid()}.json")
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    partial.write_text(text, encoding="utf-8", errors="replace")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 # ---- a class ----

@@ -11,7 +11,6 @@ homework/hw1_moving/    hw1.py           what the learner writes
 from __future__ import annotations
 
 import json
-import os
 import string
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 from parallel101.laboratory import PACKAGE
 from parallel101.laboratory.grade.exercise import Exercise, load_exercises
+from parallel101.laboratory.grade.plain_text import write_whole
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,5 @@ class Progress:
         If the folder can't be written to, nothing is kept, and that isn't an error.
         """
         self.of.setdefault(function, {}).update(entries)
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        text = json.dumps(self.of, indent=1, ensure_ascii=False) + "\n"
         with suppress(OSError):
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.path)
+            write_whole(self.path, json.dumps(self.of, indent=1, ensure_ascii=False) + "\n")

@@ -46,6 +46,14 @@ def cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(begins) else value
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole: a reader sees the old content or the new one."""
+    partial = path.with_name(f".{os.getpid()}.part")
+    # a name may have characters that UTF-8 lacks
+    partial.write_text(text, encoding="utf-8", errors="replace")
+    partial.replace(path)
+
+
 def _visible(character: str) -> str:
     if character in "\n\t" or not (
         unicodedata.category(character) in HIDDEN or character in TURNING

@@ -99,10 +99,6 @@ jobs:
 """
 
 
-class NotStubs(ValueError):
-    """A set can't be released, because it is filled in. The message names each place."""
-
-
 def release(
     homework: HomeworkSet, out: Path, seed: str | None = None, library: str | None = None
 ) -> list[Path]:
@@ -116,12 +112,11 @@ def release(
             git+https://github.com/me/parallel101@v1; None: from a wheel in the bundle.
 
     Raises:
-        NotStubs: the set has solutions. Nothing is written.
-        ValueError: `library` is not an address.
+        ValueError: the set has solutions, or `library` is not an address. Nothing is written.
     """
     if found := filled_in(homework):
         folder, places = os.path.relpath(homework.folder), "".join(f"\n  {one}" for one in found)
-        raise NotStubs(
+        raise ValueError(
             f"{folder} is not released, because learners would get what is filled in:{places}\n"
             "Release it from a clone in which nothing is filled in, or copy your solution "
             f"elsewhere and get the stubs back: git checkout -- {folder}"
