@@ -205,10 +205,6 @@ def two_halves(case: Case) -> float:
     return 2 * (case.facts["m"] + case.facts["p"] - 1)
 
 
-def several(trial: Trial) -> bool:
-    return trial.case.facts["m"] > 1
-
-
 def detached(trial: Trial) -> bool:
     """Return whether only stages before the last lack gradients, or can't send x.grad."""
     if trial.error is not None:
@@ -238,7 +234,7 @@ def one_at_a_time(trials: Sequence[Trial]) -> bool:
         order = sorted((min(own), max(own)) for own in under_way.values())
         return any(start < end for (_, end), (start, _) in zip(order, order[1:]))
 
-    found = [trial for trial in trials if trial.world_size > 1 and several(trial)]
+    found = [trial for trial in trials if trial.world_size > 1 and trial.case.facts["m"] > 1]
     return not failed(trials) and all_show(found, lambda trial: not overlap(trial))
 
 
