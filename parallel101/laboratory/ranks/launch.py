@@ -29,7 +29,7 @@ from parallel101.laboratory.ranks.pickling import pack, unpack
 from parallel101.laboratory.ranks.processes import Rendezvous, preload, start_ranks
 from parallel101.laboratory.ranks.program import SLOW_IMPORTS, USE_DYNAMO
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
-from parallel101.laboratory.ranks.wire import JOB, PROGRAM, Job, RankRecord
+from parallel101.laboratory.ranks.wire import JOB, PROGRAM, RECORD, Job, RankRecord
 from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.calls import never_waited
 from parallel101.laboratory.record.errors import (
@@ -284,7 +284,7 @@ def launch(
         if not explained:
             monitor.report("interrupted: what the ranks did")
         if job.recording:
-            monitor.ask_records(TO_SEND_A_RECORD)
+            monitor.ask(RECORD, TO_SEND_A_RECORD)
         if job.recording or explained:
             error.trace = _trace(job, monitor.records())  # type: ignore[union-attr]
         # IPython and pytest then leave out this frame, which explains nothing

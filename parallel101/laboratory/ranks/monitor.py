@@ -324,7 +324,7 @@ class Monitor:
         another rank has failed. `announced_by` is then the rank that has raised it.
         """
         if self.job.recording:
-            self.ask_records()  # and with them, the newest calls
+            self.ask(RECORD)  # and with them, the newest calls
         failures = [rank.said[FAILURE] for rank in self.ranks if FAILURE in rank.said]
         failures.sort(key=lambda failure: (failure.consequence, failure.rank))
         # a rank may have found the misuse before anything broke
@@ -366,7 +366,7 @@ class Monitor:
         others = rank_lines(graph, {f.rank: RankStack(f.rank, f.place, []) for f in failed})
         aborts = rank.said.get(ABORTS, "")
         if aborts or TOO_LONG.search(stderr):
-            self.ask_records()
+            self.ask(RECORD)
             others = graph.longer_messages(rank.rank) or others
         if aborts and rank.host and not self.job.recording:
             others = [*others, RUN_CHECKED]
@@ -383,21 +383,17 @@ class Monitor:
     def _timed_out(self) -> LaunchTimeout:
         absent = [rank.rank for rank in self.ranks if rank.wire is None]
         lines = rank_lines(self.graph, self.ask_stacks(), SILENT, absent=absent)
-        self.ask_records()
+        self.ask(RECORD)
         return timed_out(self.job.timeout, lines, self.graph.dropped_works())
 
     def ask_stacks(self) -> dict[int, RankStack]:
         """Return the stacks of the ranks, as far as they answer in time."""
         for rank in self.ranks:
             rank.said.pop(STACKS, None)
-        self._ask(STACKS, TO_ANSWER)
+        self.ask(STACKS, TO_ANSWER)
         return {stack.rank: stack for rank in self.ranks for stack in rank.said.get(STACKS, ())}
 
-    def ask_records(self, seconds: float = 0.5) -> None:
-        """Ask the ranks that have not sent their record for what they have recorded so far."""
-        self._ask(RECORD, seconds)
-
-    def _ask(self, kind: bytes, seconds: float) -> None:
+    def ask(self, kind: bytes, seconds: float = 0.5) -> None:
         """Ask the ranks that run for a frame that they have not sent, and wait for it."""
         lacking = lambda rank: kind not in rank.said and not rank.ended  # noqa: E731
         asked = [rank for rank in self.ranks if lacking(rank) and rank.send(kind)]

@@ -121,11 +121,8 @@ def lean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Any:
-    window = (
-        (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        if storage.nbytes()
-        else (ctypes.c_char * 0)()
-    )
+    kind = ctypes.c_char * storage.nbytes()
+    window = kind.from_address(storage.data_ptr()) if storage.nbytes() else kind()
     window.keep = storage  # type: ignore[attr-defined]
     return window
 
@@ -151,9 +148,9 @@ def _global_generator(obj: Any) -> tuple[Any, str] | None:
 
 
 def _storage(buffer) -> torch.UntypedStorage:
-    if not len(memoryview(buffer)):
-        return torch.UntypedStorage(0)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    empty = not len(memoryview(buffer))  # which frombuffer refuses
+    whole = torch.empty(0) if empty else torch.frombuffer(buffer, dtype=torch.uint8)
+    return whole.untyped_storage()
 
 
 def _tensor(storage, dtype, offset, shape, stride, requires_grad) -> torch.Tensor:
