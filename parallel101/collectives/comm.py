@@ -42,7 +42,7 @@ class Comm:
     Args:
         group: the group, of which this rank is a member.
         device: of the tensors that are sent.
-        batched: whether messages start in batches, as NCCL needs it.
+        batched: whether messages start in batches; see `batches`.
         collective: in a recorded run, the collective to which the messages belong. None: nobody
             records.
         tag: of the messages.
@@ -208,9 +208,7 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
                 f"{' and '.join(backends_in(config))} only: "
                 "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
-        # on NCCL a send and a receive between two ranks deadlock unless they start together; on
-        # gloo a batch has been seen to hang
-        batched = backend.endswith("nccl")
+        batched = batches(backend)
     recorded = None if recorder() is None else collective_of(operation, group)
     return Comm(group, device, batched, recorded, tag)
 
@@ -240,3 +238,12 @@ def backends_in(config: str) -> dict[str, str]:
         pairs["meta"] = pairs["cpu"]
     # gloo sends from the CPU only
     return {d: backend for d, backend in pairs.items() if d == "cpu" or backend[-4:] != "gloo"}
+
+
+def batches(backend: str) -> bool:
+    """Return whether this backend's messages start in batches.
+
+    On NCCL a send and a receive between two ranks deadlock unless they start together. On gloo a
+    batch has been seen to hang.
+    """
+    return backend.endswith("nccl")

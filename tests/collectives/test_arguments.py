@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import parallel101 as p101
 from parallel101 import autograd, collectives
 from parallel101.collectives.auto import choose
-from parallel101.collectives.comm import backends_in, comm_of
+from parallel101.collectives.comm import backends_in, batches, comm_of
 from parallel101.mesh import group_of
 from tests.collectives.cases import (
     MOVING,
@@ -295,6 +295,7 @@ def test_a_group_knows_the_devices_from_which_it_sends():
     assert backends_in("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
     assert backends_in("cpu:parallel101_gloo") == {"cpu": "parallel101_gloo"}
     assert backends_in("cuda:parallel101_nccl") == {"cuda": "parallel101_nccl"}
+    assert [batches(of) for of in ("gloo", "sim", "nccl", "parallel101_nccl")] == [0, 0, 1, 1]
 
 
 def test_gloo_says_that_it_cannot_send_from_a_gpu():

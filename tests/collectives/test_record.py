@@ -23,11 +23,7 @@ def sent_by_axis(trace):
     for event in trace.events:
         if event.kind == "send":
             lines = {"node": COLUMNS, "gpu": ROWS, "node_gpu": [(0, 1, 2, 3)]}[event.group.axis]
-            assert (
-                event.group.ranks in lines
-                and event.rank in event.group.ranks
-                and event.peer in event.group.ranks
-            )
+            assert event.group.ranks in lines and {event.rank, event.peer} <= {*event.group.ranks}
             nbytes[event.rank, event.group.axis] += event.nbytes
     return nbytes
 
@@ -47,6 +43,7 @@ def test_all_reduce_along_the_axes_of_a_mesh_counts_by_axis(algorithm, gpu, node
 
 def messages_of_several_collectives(batched):
     if batched:
+        assert comm_module.batches("nccl")
         comm_module.batches = lambda backend: True
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
     x = torch.ones(4, dtype=torch.uint8)
@@ -56,17 +53,15 @@ def messages_of_several_collectives(batched):
     for collective in begun:
         collective.wait()
     position = mesh["gpu"].get_local_rank()
-    p101.send(x[:3], 1, group=mesh["gpu"]) if position == 0 else p101.receive(
-        x[:3], 0, group=mesh["gpu"]
-    )
+    exchange = p101.receive if position else p101.send
+    exchange(x[:3], 1 - position, group=mesh["gpu"])
 
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_messages_in_flight_together_keep_their_own_groups(backend, batched):
-    trace = p101.launch(
-        messages_of_several_collectives, batched, world_size=4, backend=backend, trace=True
-    ).trace
+    options = {"world_size": 4, "backend": backend, "trace": True}
+    trace = p101.launch(messages_of_several_collectives, batched, **options).trace
     expected = {
         (rank, axis): nbytes
         for rank in range(4)

@@ -58,12 +58,8 @@ def cases(rank, p):
 
     def case(operation, xs, sizes=None, **given):
         expected = answer(operation, xs, rank, sizes=sizes, **given)
-        return (
-            operation,
-            xs[rank],
-            expected,
-            arguments(operation, **given) | ({} if sizes is None else {"sizes": sizes}),
-        )
+        given = arguments(operation, **given) | ({} if sizes is None else {"sizes": sizes})
+        return operation, xs[rank], expected, given
 
     for operation in sorted((MOVING | REDUCING) - {"all_to_all"}):
         cut = operation in WITH_DIM
@@ -91,17 +87,9 @@ def cases(rank, p):
 
     def turned(xs, *dims, **sizes):
         split, joined = (sizes.get(f"{name}_sizes") for name in ("split", "concat"))
-        return (
-            "all_to_all",
-            xs[rank],
-            transposed(xs, rank, *dims, split),
-            {
-                "split_dim": dims[0],
-                "concat_dim": dims[1],
-                "split_sizes": split and split[rank],
-                "concat_sizes": joined,
-            },
-        )
+        given = {"split_sizes": split and split[rank], "concat_sizes": joined}
+        given |= {"split_dim": dims[0], "concat_dim": dims[1]}
+        return "all_to_all", xs[rank], transposed(xs, rank, *dims, split), given
 
     for shape in [(3 * p, 2), (7, 5), (2, 3), (0, 3), (3, 0, 4), (3, 2, 5)]:
         for split_dim, concat_dim in product(range(len(shape)), range(-len(shape), len(shape))):
