@@ -312,12 +312,10 @@ def ahead_of_futures(
     return mock.patch.multiple(future, wait=wait_first, done=ask_first)
 
 
-def around_profiler(
-    uses: Callable[[], None], stops: Callable[[], None]
-) -> AbstractContextManager[None]:
-    """Call `uses()` before torch's profiler starts or stops, inside the block.
+def around_profiler(uses: Callable[[bool], None]) -> AbstractContextManager[None]:
+    """Call `uses(False)` before torch's profiler starts or stops, inside the block.
 
-    `stops()` is called after it has stopped. Relies on torch.autograd.profiler, which
+    `uses(True)` is called after it has stopped. Relies on torch.autograd.profiler, which
     torch.profiler uses, calling these three of its names.
     """
     profiler: Any = torch.autograd.profiler
@@ -326,12 +324,11 @@ def around_profiler(
         original = getattr(profiler, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            uses()
+            uses(False)
             try:
                 return original(*args, **kwargs)
             finally:
-                if name == "_disable_profiler":
-                    stops()
+                uses(name == "_disable_profiler")
 
         return call
 

@@ -272,6 +272,8 @@ class MessageWork(SimWork):
             within=self.within,
         )
 
+    own_call = property(call)  # as a collective's work has it
+
     def missing(self) -> set[int]:
         return set(self.call().peers)
 

@@ -49,9 +49,8 @@ class NcclWarnings:
         self.in_flight: dict[int, dict[CollectiveKey, InFlight]] = defaultdict(dict)  # by rank
         # of two collectives in flight together: the ranks that began them in this order
         self.orders: dict[tuple[CollectiveKey, CollectiveKey], int] = {}
-        # by torch's name of the group: where each rank called new_group
-        self.made: dict[str, dict[int, str]] = defaultdict(dict)
-        self.members: dict[str, tuple[int, ...]] = {}
+        # by torch's name of the group and its ranks: where each rank called new_group
+        self.made: dict[tuple[str, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
         # by the lines, so that each is told once
         self.in_other_order: dict[tuple[str, str], str] = {}
 
@@ -84,19 +83,18 @@ class NcclWarnings:
         With use_local_synchronization=True only the members call, and the name isn't a number.
         """
         if name.isdigit():
-            self.made[name][rank] = where
-            self.members[name] = tuple(ranks)
+            self.made[name, tuple(ranks)][rank] = where
 
     def texts(self) -> list[str]:
         """Return the warnings, in sentences."""
         alone = [
-            f"{ranks_text(calls)} called new_group({list(self.members[name])}) at "
+            f"{ranks_text(calls)} called new_group({list(ranks)}) at "
             f"{shown(next(iter(calls.values())))}, and "
             f"{ranks_text([rank for rank in self.everyone if rank not in calls])} did not. torch "
             "asks all ranks to call new_group, also those outside the group: on NCCL the groups "
             "that are made later may not fit together. Call it on all ranks, or pass "
             "use_local_synchronization=True"
-            for name, calls in self.made.items()
+            for (_, ranks), calls in self.made.items()
             if len(calls) < len(self.everyone)
         ]
         return [*alone[:MOST_TOLD], *list(self.in_other_order.values())[:MOST_TOLD]]

@@ -145,10 +145,10 @@ class ProcessStates:
             if value is not present:
                 setattr(owner, name, value)
 
-    def use_profiler(self) -> None:
-        """Note that a rank starts or stops torch's profiler.
+    def use_profiler(self, over: bool) -> None:
+        """Note that a rank starts or stops torch's profiler, or that it is over.
 
-        Two ranks that do so at the same time would crash the process.
+        Two ranks that use it at the same time would crash the process.
         """
         rank = self.running
         if self.profiled not in (None, rank):
@@ -157,10 +157,7 @@ class ProcessStates:
                 "profiler per process, and all ranks of the sim backend are one process. Profile "
                 "one rank (if dist.get_rank() == 0), or use backend='gloo'"
             )
-        self.profiled = rank
-
-    def profiler_stopped(self) -> None:
-        self.profiled = None
+        self.profiled = None if over else rank
 
 
 def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel101.laboratory.record.calls import Call, disagreement
+from parallel101.laboratory.record.calls import disagreement
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.sim.message_matching import MessageWork
 from parallel101.laboratory.sim.queues import (
@@ -67,12 +67,8 @@ def _other_sides(
                     yield other, operation
 
 
-def _call_of(one: MessageWork | QueuedCollective) -> Call:
-    return one.own_call if isinstance(one, QueuedCollective) else one.call()
-
-
 def _text(one: MessageWork | QueuedCollective) -> str:
-    call = _call_of(one)
+    call = one.own_call
     to = {"send": "send to", "recv": "receive from"}
     return f"{to[call.kind]} rank {call.peers[0]}" if call.kind in to else call.kind
 
@@ -82,7 +78,7 @@ def _behind(one: MessageWork | QueuedCollective, started: Operation) -> Note:
     return (
         f"rank {one.rank.number}'s {_text(one)} waits in the queue behind its "
         f"{_text(started.first)}{batch}",
-        _call_of(one).where,
+        one.own_call.where,
     )
 
 

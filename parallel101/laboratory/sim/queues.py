@@ -151,11 +151,7 @@ class Operation(SimWork):
     # queue waits for ----
 
     def call(self) -> Call:
-        first = self.queue[0].first
-        # tags play no part
-        return (
-            first.own_call if isinstance(first, QueuedCollective) else first.call()._replace(tag=0)
-        )
+        return self.queue[0].first.own_call._replace(tag=0)  # tags play no part
 
     def missing(self) -> set[int]:
         operation = self.queue[0]

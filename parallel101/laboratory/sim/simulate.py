@@ -162,7 +162,7 @@ def simulate(
     states = ProcessStates(torch_worlds)
     torch_private.name_groups_by_thread(True)
     try:
-        profiler = torch_private.around_profiler(states.use_profiler, states.profiler_stopped)
+        profiler = torch_private.around_profiler(states.use_profiler)
         futures = torch_private.ahead_of_futures(wait_for_future, poll_future)
         barrier = torch_private.called_instead(dist.monitored_barrier, _on_sim)
         with on_one_core(), futures, profiler, stores.used(), barrier:
