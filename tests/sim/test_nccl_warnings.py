@@ -49,8 +49,7 @@ def two_groups(order, wait_between=False, by_future=False):
 def test_collectives_of_two_groups_in_flight_in_another_order(order, options, warned):
     texts = told(two_groups(order, **options))
     assert len(texts) == warned
-    if warned:
-        (text,) = texts
+    for text in texts:
         assert "all_reduce among ranks 0 and 1 (" in text and "in the other order" in text
         assert text.count("test_nccl_warnings.py") == 2
 
@@ -68,6 +67,11 @@ def test_new_group_that_only_members_call(local):
         assert "and rank 2 did not" in texts[0]
         with pytest.warns(RuntimeWarning, match=re.escape(texts[0][:99])):
             p101.launch(program, world_size=3, backend="sim", rules="nccl")
+
+
+def test_each_rank_makes_the_groups_that_it_is_in_only():
+    texts = told(lambda: dist.new_group([0, 1] if dist.get_rank() < 2 else [2]))
+    assert [text.partition(" called")[0] for text in texts] == ["ranks 0 and 1", "rank 2"]
 
 
 def test_what_every_rank_calls_is_not_told():
