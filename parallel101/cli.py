@@ -28,6 +28,8 @@ from parallel101 import __version__
 from parallel101.extras import MissingExtra, needs_extra
 from parallel101.laboratory.run_command import Seconds, Whole, merge, run
 
+# by type, the word for an option's value in the help; other types have it beside their function
+VALUES: dict[Any, list[str]] = {int: ["N"], Path: ["PATH"]}
 # of what a `*name` takes; any other takes the arguments that the command doesn't know
 VARIADIC = {"names": "*", "arguments": argparse.REMAINDER}
 
@@ -119,7 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: Callable[..., int]) 
         text = " ".join(texts.get(name, "").split()).replace("%", "%%")
         optional, required = type(None) in get_args(kind), default is parameter.empty
         kind = get_args(kind)[0] if optional else kind
-        options: dict[str, Any] = {"type": reader(getattr(kind, "__metadata__", (kind,))[0])}
+        convert, *value = getattr(kind, "__metadata__", (kind, *VALUES.get(kind, ())))
+        options: dict[str, Any] = {"type": reader(convert)}
         if get_origin(kind) is Literal:
             options = {"choices": get_args(kind)}
         if not required and default and default != float("inf"):
@@ -136,6 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: Callable[..., int]) 
             flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
             if kind is bool:
                 options = {"action": "store_true"}
+            elif value:
+                options["metavar"] = value[0]
             default = None if required else default
             parser.add_argument(flag, help=text, required=required, default=default, **options)
 
@@ -235,7 +240,7 @@ def lessons(
         out: folder for the pages
         repository: OWNER/NAME, the repository on GitHub that has the lessons, which Colab can then
             open; @REF names a branch or tag other than main (default: GITHUB_REPOSITORY)
-        timeout: seconds, the time limit for each cell
+        timeout: the time limit for each cell
     """
     # nbformat imports a module for URLs by way of jsonschema and never uses it; its grammars take
     # two seconds

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from parallel101.laboratory.ranks.script import Script
     from parallel101.laboratory.record.trace import Trace
 
-# ── The types of options, each with the function that reads its text, and raises ValueError
+# ── The types of options, each with the function that reads its text, and raises ValueError, and
+# the word for it in the help
 
 
 def seconds(text: str) -> float:
@@ -60,11 +61,12 @@ def links(text: str) -> Any:
     return parse_network(text)
 
 
-Seconds = Annotated[float, seconds]
-OutputFile = Annotated[Path, output_file]
-Steps = Annotated[tuple[int, int], first_and_last]
-Whole = Annotated[int, whole]
-Links = Annotated[Any, links]
+Seconds = Annotated[float, seconds, "SECONDS"]
+OutputFile = Annotated[Path, output_file, "FILE"]
+Steps = Annotated[tuple[int, int], first_and_last, "FIRST:LAST"]
+Whole = Annotated[int, whole, "N"]
+Links = Annotated[Any, links, "LINKS"]
+Folder = Annotated[Path, Path, "DIR"]
 
 
 # ── The commands
@@ -81,7 +83,7 @@ def run(
     timeout: Seconds = math.inf,
     keep_waiting: bool = False,
     stuck_after: Seconds = 30.0,
-    record: Path | None = None,
+    record: Folder | None = None,
     last_events: Whole = LAST_EVENTS,
     page: OutputFile | None = None,
     steps: Steps | None = None,
@@ -99,15 +101,15 @@ def run(
         backend: where the ranks run (default: gloo)
         network: on sim, the links, e.g. latency=1e-6,bandwidth=1e9
         rules: on sim, what the program may rely on
-        timeout: seconds, the time limit (default: none)
+        timeout: the time limit (default: none)
         keep_waiting: print a deadlock, and let the script's own time limits end it (default: end
             the run)
-        stuck_after: without progress for so many seconds, print the stacks of the ranks that others
+        stuck_after: without progress for so long, print the stacks of the ranks that others
             wait for, again after pauses that double; the run goes on
         record: the folder to which each rank writes what it records, while it runs
         last_events: how many events of each rank are kept; of those before them, only sums
         page: write a web page with the timeline and the traffic
-        steps: FIRST:LAST, the training steps that the page of a long run shows, e.g. 100:120
+        steps: the training steps that the page of a long run shows, e.g. 100:120
             (default: the last ones)
         chrome: write a trace for ui.perfetto.dev
     """
@@ -233,7 +235,7 @@ def _run_in_job(
 
 
 def merge(
-    directory: Path,
+    directory: Folder,
     *,
     page: OutputFile | None = None,
     steps: Steps | None = None,
@@ -244,7 +246,7 @@ def merge(
     Args:
         directory: the folder with the ranks' files
         page: write a web page with the timeline and the traffic
-        steps: FIRST:LAST, the training steps that the page of a long run shows, e.g. 100:120
+        steps: the training steps that the page of a long run shows, e.g. 100:120
             (default: the last ones)
         chrome: write a trace for ui.perfetto.dev
     """
