@@ -282,8 +282,6 @@ class SubmissionRanks:
     def __init__(self, exercise: Exercise, submission: Submission):
         self.exercise, self.submission = exercise, submission
         self.ranks: dict[int, RemoteRank] = {}
-        self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
-        os.chmod(self.scratch.name, 0o711)
 
     def __enter__(self) -> SubmissionRanks:
         # The fork server imports what the ranks need while the grader draws the cases. Importing
@@ -291,6 +289,9 @@ class SubmissionRanks:
         sources = (self.submission.source, *self.submission.files.values())
         needed = any(name in text for name in NEED_COMPILER for text in sources)
         preload_for([self.exercise], COMPILER * needed)
+        # last: what is told to end before this block begins leaves no folder
+        self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
+        os.chmod(self.scratch.name, 0o711)
         return self
 
     def __exit__(self, *_: object) -> None:
