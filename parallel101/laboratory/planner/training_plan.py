@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
-from parallel101.cost.hardware import chip_of
+from parallel101.cost.hardware import CHIPS, chip_of
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
 from parallel101.cost.software import OWN_RING, TRAINERS
@@ -133,6 +133,9 @@ def plan(
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     shape = shape_of_model(name, time=time, attention=attention)
+    known = [name for name, chip in CHIPS.items() if chip.kernels is not None]
+    if str(device).casefold() not in map(str.casefold, known):
+        raise ValueError(f"device={device!r}: expected one of {', '.join(map(repr, known))}")
     cluster = Cluster(chip_of(device), gpus, nodes_of, memory)
     if gpus > nodes_of and gpus % nodes_of:
         raise ValueError(
