@@ -56,7 +56,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chip", chip_of(self.chip))
-        figures(self.chip)  # are there any?
+        figures(self.chip)  # raises if it has none
         check_whole(self, "gpus", "nodes_of")
         for name in ("memory", "network"):
             value = getattr(self, name)
