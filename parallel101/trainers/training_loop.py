@@ -112,7 +112,7 @@ def fit(
     expect("on_step", on_step, on_step is None or callable(on_step), expected, TypeError)
     first = trainer.position == 0
     if save_to is not None:
-        check = partial(check_place, save_to) if first else bool
+        check = partial(check_place, save_to) if first else bool  # others: nothing
         trainer.agree.all_or_none(f"save to {save_to}", check)
 
     stream = map(batches, itertools.count(trainer.steps)) if callable(batches) else iter(batches)
