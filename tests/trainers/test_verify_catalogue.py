@@ -205,7 +205,9 @@ LOSSES = {
     "ignore_index": Program(NO_MEAN, (*PARTS, "pp"), chain, ENTROPY, CLASSES),
     "ignore_index, late": Program(NO_MEAN, PARTS, chain, ENTROPY, LATE),
     "ignore_index, equally often": Program(NO_MEAN, ("dp", "ZeRO-3"), chain, ENTROPY, EQUALLY),
-    "ignore_index, each third": Program(NO_MEAN, DP, chain, ENTROPY, of_classes(*[0, -100, 2] * 4)),
+    "ignore_index, each third": Program(
+        *("loss_fn isn't a mean", DP, chain, ENTROPY), of_classes(*[0, -100, 2] * 4)
+    ),
     "ignore_index, all on each rank": Program("", ("tp",), chain, ENTROPY, CLASSES),
     "no targets": Program("a mean over no targets", ("alone",), chain, ENTROPY, NOT_COUNTED),
     "class weights": Program(NO_MEAN, PARTS, chain, WEIGHTED, of_classes(*[0] * 6, *[5] * 6)),
