@@ -124,7 +124,7 @@ class RecordedGroup(torch_private.PythonGroup):
         seq = recorder.next_seq((kind, peer, tag, self.label), where, nbytes)
         peers = self.others if peer is None else (peer,)
         call = Call(recorder.rank, kind, peers, self.label, seq, where, tag, nbytes)
-        work, event = WatchedWork(self, call, self.limit), None
+        work, began = WatchedWork(self, call, self.limit), None
         if recorder.recording:
             collective = current_collective()
             work.call = call = call._replace(
@@ -137,8 +137,8 @@ class RecordedGroup(torch_private.PythonGroup):
             small, sent = tensor.nbytes <= recorder.payload_bytes, [tensor] * (kind == "send")
             work.received = tensor if small and not sent else None
             payload = values(sent) if small and sent else None
-            event = work.record(self._event_group(collective), sent, payload)
-        return work.started(start(tensors, *args), event)
+            began = work.record(self._event_group(collective), sent, payload)
+        return work.started(start(tensors, *args), began)
 
     def batch(self, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
         """Start messages as one batch, whose work becomes theirs.
@@ -171,20 +171,20 @@ class RecordedGroup(torch_private.PythonGroup):
             options if isinstance(options, timedelta) else getattr(options, "timeout", None)
         )
         call = Call(recorder.rank, spec.kind, self.others, self.label, seq, "?")
-        work, event = WatchedWork(self, call, limit or self.limit, limit is not None), None
+        work, began = WatchedWork(self, call, limit or self.limit, limit is not None), None
         if recorder.recording:
             call = spec.with_arguments(call._replace(where=caller()), args, self.ranks)
             work.call = call
             self._check(call, spec.unfit(args, spec.kind) and spec.unfit(args, call.brief))
             small = call.nbytes <= recorder.payload_bytes and call.layout != "sparse"
-            event = work.record(
+            began = work.record(
                 self._event_group(None),
                 spec.unwritten_inputs(args, recorder.rank == call.root),
                 values(spec.own_tensors(args)) if small else None,
             )
         with recorder.blocked_in(work):  # some of them block here already
             inner = run(*args, **kwargs)
-        return work.started(inner, event)
+        return work.started(inner, began)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
         return event_group(self.label, self.ranks, torch_private.mesh_axis(self), collective)
@@ -204,7 +204,7 @@ class RecordedGroup(torch_private.PythonGroup):
     ) -> None:
         work = self._collective("monitored_barrier", (timeout,), wait_all_ranks=wait_all_ranks)
         # it has no work of torch's own: when it returns, it is over
-        if work.event is not None:
+        if work.began is not None:
             if self.recorder.record_waits:
-                self.recorder.add_wait(work.call, work.event.start)
+                self.recorder.add_wait(work.call, work.began[1])
             work.ended()

@@ -50,6 +50,7 @@ from parallel101.laboratory.record.wait_for import RankStatus
 SHORTEST_WAIT = 50e-6  # seconds
 MOST_DROPPED = 100_000  # works that nobody saw end, whose events are kept until they have
 NEWEST = 8  # messages with a key whose lines and bytes are remembered
+Began = tuple[EventGroup, Any, "list | None"]  # of a call's event: group, start and payload
 RECENT = 256  # collectives of a group that are remembered by name
 
 
@@ -251,8 +252,8 @@ class RankRecorder:
         now = self.now()
         self._end_dropped(run_is_over=False)
         dropped = [event._replace(end=now) for _, event in self.dropped_works]
-        works = [work.event for work in list(self.unfinished_works) if not work.unrecorded]
-        events = [event._replace(end=now) for event in works if event is not None]
+        works = [(work, work.began) for work in list(self.unfinished_works) if not work.unrecorded]
+        events = [work.event(began, now) for work, began in works if began is not None]
         return self._rows(events + dropped)
 
     def close(self) -> None:
@@ -330,10 +331,10 @@ class WatchedWork(dist.Work):
     kept = True
     # on NCCL, the works of its batch: waiting for one is waiting for all
     batch: Sequence[WatchedWork] = ()
-    # in a recorded run, from the start of the call to its end: the event so far, the tensors that
-    # must not change until the wait() with their contents, and the tensor of a receive whose values
-    # are kept
-    event: Event | None = None
+    # in a recorded run, from the start of the call to its end: the group, start and payload of the
+    # event, the tensors that must not change until the wait() with their contents, and the tensor
+    # of a receive whose values are kept
+    began: Began | None = None
     inputs: Sequence[tuple[torch.Tensor, bytes | int]] = ()
     received: torch.Tensor | None = None
 
@@ -351,20 +352,23 @@ class WatchedWork(dist.Work):
 
     def record(
         self, group: EventGroup, inputs: Sequence[torch.Tensor], payload: list | None
-    ) -> Event:
-        """Return the event of the call, which starts now, and remember what its inputs contain."""
+    ) -> Began:
+        """Note that the call starts now, and what its inputs contain."""
         self.inputs = [(tensor, _contents(tensor)) for tensor in inputs]
-        start = self.recorder.now()
-        return self.call.event(group, start, start, start, payload)
+        return group, self.recorder.now(), payload
 
-    def started(self, inner: dist.Work | None, event: Event | None = None) -> WatchedWork:
+    def event(self, began: Began, end: Any) -> Event:
+        group, start, payload = began
+        return self.call.event(group, start, start, end, payload)
+
+    def started(self, inner: dist.Work | None, began: Began | None = None) -> WatchedWork:
         """Take what torch's backend has returned for the call; return itself.
 
-        `event`: in a recorded run.
+        `began`: in a recorded run, what `record` has returned.
         """
-        self.inner, self.event = inner or Ended(), event
+        self.inner, self.began = inner or Ended(), began
         self.kept = self.call.kind not in P2P
-        if event is not None:
+        if began is not None:
             self.recorder.unfinished_works.add(self)
         return self
 
@@ -379,12 +383,13 @@ class WatchedWork(dist.Work):
         return self.limit if self.limit_in_call or self.recorder.keep_waiting else None
 
     def __del__(self) -> None:
-        if self.event is not None:
+        if self.began is not None:
             self.note_unwaited()
             # nobody will see it end: a collective ends anyway, a message may or may not
             if not self.unrecorded:
                 work = None if self.call.kind in P2P else self.inner
-                self.recorder.dropped_works.append((work, self.event))
+                event = self.event(self.began, self.began[1])
+                self.recorder.dropped_works.append((work, event))
         if not self.kept:
             self.recorder.dropped[self.call.key, self.call.seq] = self.call.where
 
@@ -440,7 +445,7 @@ class WatchedWork(dist.Work):
     def get_future(self) -> Any:
         self.kept = True
         self.recorder.futures.append(self)
-        if self.event is None:
+        if self.began is None:
             return self.inner.get_future()
         if self.recorder.record_waits:
             # where DDP's C++ waits for this future, which Python would not see
@@ -456,15 +461,15 @@ class WatchedWork(dist.Work):
 
         With `checked`, raise MisuseError if a tensor that the rank passed has changed.
         """
-        event, self.event = self.event, None
-        if event is None:
+        began, self.began = self.began, None
+        if began is None:
             return
         recorder, call = self.recorder, self.call
         recorder.unfinished_works.discard(self)
         inputs, self.inputs = self.inputs, ()
         received, self.received = self.received, None
         if not self.unrecorded:
-            event = event._replace(end=recorder.now())
+            event = self.event(began, recorder.now())
             if received is not None:
                 event = event._replace(payload=values([received]))
             if call.from_anyone:
