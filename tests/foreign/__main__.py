@@ -41,6 +41,7 @@ FOREIGN = {
     "transformers": Foreign(("transformers", "accelerate"), ("transformers_trainer.py",)),
     "lightning": Foreign(("lightning",), ("lightning_trainer.py",)),
     "ring-flash-attention": Foreign(("ring_flash_attn",), ("ring_flash_attention.py",)),
+    "mingpt": Foreign(("model", "trainer", "char_dataset"), ("mingpt_ddp.py",)),
     "muon": Foreign(("muon",), ("muon_steps.py",)),
     "cs336": Foreign(("lecture_08", "lecture_08_utils"), ("cs336_lecture.py",)),
     **{
