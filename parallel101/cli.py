@@ -26,7 +26,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from parallel101 import __version__
 from parallel101.extras import MissingExtra, needs_extra
-from parallel101.laboratory.run_command import Seconds, Whole, merge, run
+from parallel101.laboratory.option_types import Seconds, Whole, reader
+from parallel101.laboratory.planner.plan_command import plan
+from parallel101.laboratory.run_command import merge, run
 
 # by type, the word for an option's value in the help; other types have it beside their function
 VALUES: dict[Any, list[str]] = {int: ["N"], Path: ["PATH"]}
@@ -83,8 +85,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from parallel101.laboratory.planner import plan_command
-
     about = "Learn how neural networks are trained on many GPUs and machines."
     parser = argparse.ArgumentParser(prog="parallel101", description=about)
     parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
@@ -95,11 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         # bench has a --help of its own
         sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
         sub.set_defaults(parser=sub, takes_extra=False)
-        if command is plan:
-            plan_command.add_arguments(sub)
-            sub.set_defaults(run=lambda args, extra: plan(args=args))
-        else:
-            add_arguments(sub, command)
+        add_arguments(sub, command)
         greeting.append(f"  parallel101 {example}")
         greeting.append(f"      {text.partition('. ')[0].removesuffix('.')}.")
     greeting += ["", "All options of a command: parallel101 COMMAND --help"]
@@ -157,18 +153,6 @@ def add_arguments(parser: argparse.ArgumentParser, command: Callable[..., int]) 
         return command(*given, **named)
 
     parser.set_defaults(run=call)
-
-
-def reader(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the function with which argparse reads a text, and whose errors it shows."""
-
-    def read(text: str) -> Any:
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 # ── The commands
@@ -346,13 +330,6 @@ def release(
     from parallel101.laboratory.grade import command
 
     return command.release_set(path, out, seed_file, library)
-
-
-def plan(*, args: argparse.Namespace) -> int:
-    """Lay out the training of a model on many GPUs, and predict how long a step takes."""
-    from parallel101.laboratory.planner import plan_command
-
-    return plan_command.main(args)
 
 
 def bench(*options: str) -> int:

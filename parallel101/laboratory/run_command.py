@@ -11,62 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from parallel101.laboratory.option_types import (
+    Folder,
+    OutputFile,
+    Seconds,
+    Steps,
+    Whole,
+)
 from parallel101.laboratory.record.last_events import LAST_EVENTS
 
 if TYPE_CHECKING:
     from parallel101.laboratory.ranks.script import Script
     from parallel101.laboratory.record.trace import Trace
 
-# ── The types of options, each with the function that reads its text, and raises ValueError, and
-# the word for it in the help
-
-
-def seconds(text: str) -> float:
-    value = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
-    if not value:
-        raise ValueError(
-            f"{text} is not a valid time limit; expected a finite number of seconds greater than 0"
-        )
-    return value
-
-
-def output_file(text: str) -> Path:
-    """Make the folder of a file now, so that a run isn't lost when the file is written."""
-    path = Path(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"can't write {text}: {error.strerror}") from None
-    if path.is_dir():
-        raise ValueError(f"{text} is a folder; expected the name of a file")
-    return path
-
-
-def first_and_last(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ValueError(f"{text} is not a range of steps; expected FIRST:LAST, such as 100:120")
-    return int(first), int(last)
-
-
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text} is not a whole number, 1 or more")
-    return int(text)
-
 
 def links(text: str) -> Any:
     from parallel101.laboratory.sim.network_text import parse_network
 
     return parse_network(text)
-
-
-Seconds = Annotated[float, seconds, "SECONDS"]
-OutputFile = Annotated[Path, output_file, "FILE"]
-Steps = Annotated[tuple[int, int], first_and_last, "FIRST:LAST"]
-Whole = Annotated[int, whole, "N"]
-Links = Annotated[Any, links, "LINKS"]
-Folder = Annotated[Path, Path, "DIR"]
 
 
 # ── The commands
@@ -78,7 +40,7 @@ def run(
     m: bool = False,
     world_size: int | None = None,
     backend: Literal["gloo", "sim", "nccl"] | None = None,
-    network: Links | None = None,
+    network: Annotated[Any, links, "LINKS"] | None = None,
     rules: Literal["gloo", "nccl"] = "gloo",
     timeout: Seconds = math.inf,
     keep_waiting: bool = False,

@@ -262,7 +262,7 @@ WRONG_ARGUMENTS = {
     "given twice": ["--layout", "tp=8,tp=4"],
     "not an amount": ["--simulate", "-1"],
     "less than a megabyte": ["--memory", "80"],
-    "does not exist": ["--json", "no/such/folder/plan.json"],
+    "is a folder": ["--json", "."],
     "ends in .svg": ["--picture", "plan.txt"],
 }
 

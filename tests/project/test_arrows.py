@@ -61,7 +61,8 @@ MAY_IMPORT = {
     "doctor": {"viz"},  # whether there is a browser
     "run_command": {"ranks", "record"},
 }
-EVERYWHERE = {"extras", "spans"}  # import nothing of ours, and every room may import them
+# import nothing of ours, and every room may import them
+EVERYWHERE = {"extras", "spans", "option_types"}
 FRONT_DOOR = {"__init__", "__main__", "cli"}
 FREE = {*FRONT_DOOR, "bench"}  # may import anything; bench measures all rooms from outside
 

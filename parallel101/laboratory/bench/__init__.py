@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.planner.plan_command import file_to_write
+from parallel101.laboratory.option_types import output_file, reader
 
 # name of a section → its comparisons, or the function that measures it; imported when it runs,
 # because some need NumPy
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = "fewer sizes and repetitions, to see that it works; don't quote these results"
     parser.add_argument("--quick", action="store_true", help=words)
     words = "also write the results to FILE, as Markdown (as in BENCHMARKS.md)"
-    parser.add_argument("--write", type=file_to_write(), metavar="FILE", help=words)
+    parser.add_argument("--write", type=reader(output_file), metavar="FILE", help=words)
     options = parser.parse_args(argv)
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.planner.plan_command import file_to_write
+from parallel101.laboratory.option_types import output_file, reader
 from parallel101.laboratory.planner.published import PublishedError, published_errors, summary
 
 MOST_ROWS = 40
@@ -41,8 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", nargs="+")
     words = "predicted against measured, as SVG or PNG (default: published.svg)"
-    kinds, default = file_to_write(".svg", ".png", ".pdf"), Path("published.svg")
-    parser.add_argument("--picture", type=kinds, default=default, metavar="FILE", help=words)
+    parser.add_argument(
+        "--picture",
+        type=reader(output_file),
+        default=Path("published.svg"),
+        metavar="FILE",
+        help=words,
+    )
     options = parser.parse_args(argv)
     tables = {}
     for path in options.table:
