@@ -288,9 +288,9 @@ def there_and_back():
     rank = dist.get_rank()
     x = torch.full((3, 2), float(rank + 1), requires_grad=True)
     if rank == 0:
-        point_to_point.send(x.t() * 2, 2).sum().backward()  # strided on purpose
+        point_to_point.send(x.t() * 2, 0, group=[2, 0]).sum().backward()  # strided on purpose
     elif rank == 2:
-        got = point_to_point.receive(x.t(), 0)
+        got = point_to_point.receive(x.t(), 1, group=[2, 0])
         (got * torch.arange(6.0).view(2, 3)).sum().backward()
         assert got.tolist() == [[2.0] * 3] * 2
     with pytest.raises(ValueError, match="own position"):
