@@ -156,12 +156,12 @@ class Agreement:
         """
         with wait_span("agree"):
             differ = "the models differ at the start", SEED_ALIKE
-            self.check_same(tensors_of(model), *differ, values=not sync)
-            for _, tensor in tensors_of(model) if sync else ():
+            self.check_same(named_tensors(model), *differ, values=not sync)
+            for _, tensor in named_tensors(model) if sync else ():
                 tensor.copy_(broadcast(tensor, 0, group=self.group))
 
 
-def tensors_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers by name, each once, however often it is tied; or under all of
     its names.
     """

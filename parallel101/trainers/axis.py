@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel101.mesh import Group
-from parallel101.trainers.agreement import tensors_of
+from parallel101.trainers.agreement import named_tensors
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
 from parallel101.trainers.gradient_sync import (
@@ -86,7 +86,9 @@ class OneStage(Axis):
     name, local = "pp", frozenset({0})
 
     def __init__(self, model: nn.Module, axes: Axes, options: Options):
-        self.on_stages: Mapping[str, Sequence[int]] = {name: [0] for name, _ in tensors_of(model)}
+        self.on_stages: Mapping[str, Sequence[int]] = {
+            name: [0] for name, _ in named_tensors(model)
+        }
         self.parts: Mapping[int, nn.Module] = {0: model}
         self.sequence = [model]
         self.microbatches = options.accumulate
@@ -131,7 +133,7 @@ class DataAxis(Axis):
         self.overlap = options.overlap and alone
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
-        tensors, on_stages = dict(tensors_of(model)), stages.on_stages
+        tensors, on_stages = dict(named_tensors(model)), stages.on_stages
         self.local = {
             name: tensors[name] for name, used in on_stages.items() if stages.local & {*used}
         }

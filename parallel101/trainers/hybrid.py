@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.trainers import checkpoint, memory, training_loop
-from parallel101.trainers.agreement import Agreement, tensors_of
+from parallel101.trainers.agreement import Agreement, named_tensors
 from parallel101.trainers.axis import DataAxis, OneStage
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.gradient_sync import nested
@@ -176,7 +176,7 @@ class HybridTrainer:
         self.agree = Agreement(axes.group, self.device)
         self.agree.check_or_copy(model, given.sync)
         self.state = state_names(model)
-        tensors = [(name, t) for name, t in tensors_of(model) if name in self.state.values()]
+        tensors = [(name, t) for name, t in named_tensors(model) if name in self.state.values()]
         shapes = {name: (t.shape, self.precision.kept(t.dtype)) for name, t in tensors}
         whole = self.precision.cast_model(model)
         self.trained = list(whole)

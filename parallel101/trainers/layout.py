@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from parallel101.collectives import all_gather
 from parallel101.mesh import Group, GroupLike, along, group_of
-from parallel101.trainers.agreement import Agreement, tensors_of
+from parallel101.trainers.agreement import Agreement, named_tensors
 from parallel101.trainers.batches import copied
 
 ORDER = ("pp", "tp", "ep", "dp")  # in which the axes cut a parameter, the outermost first
@@ -319,5 +319,5 @@ def state_names(model: nn.Module) -> dict[str, str | None]:
     Several keys have the same name if they are tied. None: it is neither, such as a module's extra
     state.
     """
-    names = {id(t): name for name, t in tensors_of(model)}
+    names = {id(t): name for name, t in named_tensors(model)}
     return {key: names.get(id(t)) for key, t in model.state_dict(keep_vars=True).items()}

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from parallel101.autograd import algorithms
 from parallel101.mesh import Group
-from parallel101.trainers.agreement import tensors_of
+from parallel101.trainers.agreement import named_tensors
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.recompute import Recompute
 
@@ -191,7 +191,7 @@ def check_model(model: Any, loss_fn: Any) -> torch.device:
             "the model's weights were already cut up by another trainer: "
             "build a new model for a new trainer (the old one's .state_dict() has the weights)"
         )
-    for name, t in tensors_of(model):
+    for name, t in named_tensors(model):
         if is_lazy(t):
             raise ValueError(
                 f"{name!r} has no shape yet, since its module is lazy: run the model once "

@@ -21,7 +21,7 @@ from torch import nn
 
 from parallel101.collectives.comm import comm_of
 from parallel101.mesh import Group, split_sizes
-from parallel101.trainers.agreement import tensors_of
+from parallel101.trainers.agreement import named_tensors
 from parallel101.trainers.axis import OneStage, Syncs
 from parallel101.trainers.layout import Axes, Stages
 from parallel101.trainers.model_layers import order_of
@@ -65,15 +65,15 @@ class PipelineStages(OneStage):
             )
         self.sequence = entries
         self.ranges = cut_points(self.sequence, len(self.placement), options.layers_per_stage)
-        first = {id(t): name for name, t in tensors_of(model)}  # of the names of a tied tensor
-        all_names = tensors_of(model, remove_duplicate=False)
+        first = {id(t): name for name, t in named_tensors(model)}  # of the names of a tied tensor
+        all_names = named_tensors(model, remove_duplicate=False)
         self.first_name = {name: first[id(t)] for name, t in all_names}
         self.local = frozenset(s for s, position in self.placement.items() if position == here)
 
         parts = [nn.ModuleList(self.sequence[i] for i in numbers) for numbers in self.ranges]
-        used = [{id(t) for _, t in tensors_of(part)} for part in parts]
+        used = [{id(t) for _, t in named_tensors(part)} for part in parts]
         self.on_stages, self.positions = {}, {}
-        for name, t in tensors_of(model):
+        for name, t in named_tensors(model):
             stages = [stage for stage, ids in enumerate(used) if id(t) in ids]
             positions = sorted({self.placement[stage] for stage in stages})
             if not stages:
@@ -118,7 +118,7 @@ class PipelineStages(OneStage):
             for s in sorted(self.local)
         }
         kept = {id(t) for p in self.parts.values() for t in (*p.parameters(), *p.buffers())}
-        tensors = list(tensors_of(model, remove_duplicate=False))
+        tensors = list(named_tensors(model, remove_duplicate=False))
         here = {self.first_name[name]: t for name, t in tensors if id(t) in kept}
         for name, t in tensors:
             if self.first_name[name] not in here:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from parallel101.spans import unrecorded
-from parallel101.trainers.agreement import Agreement, tensors_of
+from parallel101.trainers.agreement import Agreement, named_tensors
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses, check_shares
@@ -176,7 +176,7 @@ def compare_copies(trainer: Trainer) -> None:
     copies = trainer.axes.along([axis for axis in ("dp", "cp") if axis in trainer.axes.sizes])
     check = partial(
         Agreement(copies, trainer.device).check_same,
-        tensors_of(trainer.model),
+        named_tensors(trainer.model),
         f"before step {trainer.steps + 1} the copies of the model are no longer equal",
         "something changes it on some ranks only, such as an nn.Embedding with max_norm, which "
         "shortens the rows that a rank's own samples use, or code between the steps",
