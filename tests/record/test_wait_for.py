@@ -63,6 +63,11 @@ REPORTS = {
     "neither": ([receives(0, 1), returned(SENT)], [0], "posted no matching receive"),
     "the second": ([receives(0, 1, seq=2), returned({("send", 0, 0, "world"): 2})], (), ""),
     "one only": ([receives(0, 1, seq=2), returned({("send", 0, 0, "world"): 1})], [0], "from"),
+    "from any rank": (
+        [RankStatus(call(0, "send", 1)), returned({("recv", None, 0, "world"): 1})],
+        (),
+        "",
+    ),
     "the same collective": ([SECOND, calls("barrier", "all_reduce")], (), ""),
     "another": ([SECOND, calls("all_reduce", "barrier")], [0], DIFFERENT),
     "another, and more": ([SECOND, calls("all_reduce", "barrier", "barrier")], [0], DIFFERENT),
