@@ -5,6 +5,7 @@ that give the reason.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # as `parallel101 lessons` does: importing nbformat then takes no two seconds
+# a shell lets what it starts in the background ignore Ctrl-C, and so would what tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 MOST_RANKS = 5  # no test uses more real ranks
 
 
