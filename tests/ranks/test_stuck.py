@@ -6,13 +6,14 @@ What a rank's program does is seen from another thread of its process.
 from __future__ import annotations
 
 import math
+import socket
 import sys
 
 import pytest
 
 from parallel101.laboratory.ranks.diagnosis import SILENT, StuckDetector, rank_lines, stuck_text
 from parallel101.laboratory.ranks.watcher import Watcher, stack_lines
-from parallel101.laboratory.ranks.wire import RankStack
+from parallel101.laboratory.ranks.wire import STACKS, STATUS, RankStack, Wire
 from parallel101.laboratory.record.recorder import RankRecorder
 from parallel101.laboratory.record.wait_for import RankStatus, WaitForGraph
 from tests.record.test_calls import call
@@ -98,6 +99,17 @@ def test_seconds_without_a_call_begin_again_with_each_call():
         assert 100.0 <= watcher.stacks()[0].quiet < 130.0
         calls()
         assert watcher.stacks()[0].quiet < 30.0
+
+
+def test_a_rank_that_is_asked_tells_first_that_it_is_no_longer_blocked():
+    ours, theirs = map(Wire, socket.socketpair())
+    with ours.sock, theirs.sock:
+        watcher = Watcher(RankRecorder(0, recording=False), theirs)
+        watcher.reported = call(0, "all_reduce", 1)  # what it told last
+        ours.send(STACKS)
+        watcher.listen()
+        (kind, status), (last, _) = ours.receive(), ours.receive()
+    assert (kind, status.blocked, last) == (STATUS, None, STACKS)
 
 
 def test_of_a_deep_stack_the_innermost_calls_are_shown():

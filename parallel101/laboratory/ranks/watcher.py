@@ -268,8 +268,8 @@ class Watcher(ControlThread):
         return where(sys._current_frames().get(self.recorder.thread))
 
     def stacks(self) -> list[RankStack]:
+        self.look()  # first: what the rank has told before may no longer be so
         frame = sys._current_frames().get(self.recorder.thread)
-        self.clock.look(self.recorder.calls_posted)
         doing = stack_lines(frame), self.clock.quiet, self.clock.busy
         # the program's innermost frame, or else a library's
         frames = traceback.walk_stack(frame) if frame is not None else ()
