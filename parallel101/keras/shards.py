@@ -20,13 +20,8 @@ from parallel101.keras.supported import check_regularizer
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped
 from parallel101.trainers.flat import ZeROGroup
-from parallel101.trainers.gradient_sync import (
-    GradientSync,
-    LiveBytes,
-    Parameters,
-    default_bucket_bytes,
-)
-from parallel101.trainers.layout import Axes, Layout, entries_of
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
+from parallel101.trainers.layout import Axes, Layout
 from parallel101.trainers.model_layers import layers_of
 from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
@@ -64,11 +59,11 @@ class Shards:
         self.inner = inner
         parameters = {path: v.value for path, v in own.items()}
         self.sync = gradient_sync(inner, parameters, axes.along(["dp"]), zero_stage)
-        entries = entries_of(shapes, {"tp": cut, "dp": self.sync.placements})
-        self.layout = Layout(axes, entries, inner.variables[0].value.device)
+        placed = {"tp": cut, "dp": self.sync.placements}
+        self.layout = Layout(axes, shapes, placed, inner.variables[0].value.device)
         self.trained = {path: self.piece(v) if zero_stage else v for path, v in own.items()}
         for v in self.regularized():
-            if entries[v.path].placements:
+            if self.layout.entries[v.path].placements:
                 check_regularizer(v.regularizer, v.path)
 
     # ── the whole model, collective ──
@@ -196,7 +191,7 @@ def gradient_sync(
     inner: Any, parameters: Parameters, dp: GroupLike, zero_stage: int
 ) -> GradientSync:
     """Return the object that sums gradients over the data axis."""
-    zero = ZeROGroup(dict.fromkeys(parameters, (dp, None)), LiveBytes())
+    zero = ZeROGroup(dict.fromkeys(parameters, (dp, None)))
     if zero_stage == 3:
         return ZeRO3(dict(layers_of(inner)), parameters, zero)
     size = default_bucket_bytes(parameters, 4)

@@ -2,7 +2,7 @@
 
          cuts                 around a forward      sums besides dp       file
     tp   blocks of matrices                         with time cut, norms  tensor/tensor_axis.py
-    ep   experts                                                          experts_plan.py
+    ep   experts                                                          expert_parallel.py
     pp   layers                                     tied weights          pipeline/stages.py
     dp   flat pieces (ZeRO)                                               here, below
     cp   a batch along time   attention over ranks                        context/cut_time.py
@@ -25,7 +25,6 @@ from parallel101.trainers.batches import Batch
 from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
 from parallel101.trainers.gradient_sync import (
     GradientSync,
-    LiveBytes,
     Parameters,
     default_bucket_bytes,
     together,
@@ -115,18 +114,19 @@ class DataAxis(Axis):
     Attributes:
         local: name → parameter or buffer on this rank, whole or a shard.
         syncs: (stages, the synchronization of the parameters that are on just these).
+        zero: their ZeROGroup, on stages 1 to 3.
         after: the `sums` of the other axes.
     """
 
     name = "dp"
     local: Mapping[str, Tensor]
     syncs: Syncs
+    zero: Any = None
 
     def __init__(self, trainer: Trainer, options: Options, others: Sequence[Axis]):
         self.axes: Axes = trainer.axes
         self.precision: Precision = trainer.precision
         self.trained, self.options, self.others = trainer.trained, options, others
-        self.live = LiveBytes()
         # Along cp and ep the model's backward sends, too. If ranks take different ways through the
         # model, gradients that leave meanwhile would meet those messages.
         alone = options.zero_stage == 3 or self.axes.size(["cp", "ep"]) == 1
@@ -140,7 +140,8 @@ class DataAxis(Axis):
         here = [name for name in self.trained if name in self.local]
         self.after = [names for axis in self.others for names in axis.sums(here)]
         data = [axis for axis in self.axes.sizes if axis in DATA]
-        over = {name: tuple(a for a in data if not self.cuts(a, name)) for name in self.trained}
+        cut = {(axis.name, name) for axis in self.others for name in axis.placements}
+        over = {name: tuple(a for a in data if (a, name) not in cut) for name in self.trained}
         lines = {names: self.axes.along(names) for names in set(over.values())}
         # by the stages that have it and, without ZeRO, the ranks over which its gradient is summed
         parts: dict[tuple[frozenset[int], Group | None], dict[str, nn.Parameter]] = {}
@@ -153,52 +154,45 @@ class DataAxis(Axis):
         # what is summed over other ranks, or once more afterwards, has arrays of its own in ZeRO
         after = {name: i for i, (names, _) in enumerate(self.after) for name in names}
         sums = {name: (lines[over[name]], after.get(name)) for name in here}
+        if self.options.zero_stage:
+            from parallel101.trainers.flat import ZeROGroup
+
+            self.zero = ZeROGroup(sums, self.overlap, self.options.algorithm)
         self.syncs = [
-            (used, self.sync_of(parameters, group, sums, [stages.parts[s] for s in used]))
+            (used, self.sync_of(parameters, group, [stages.parts[s] for s in used]))
             for (used, group), parameters in parts.items()
         ]
-        if self.options.zero_stage:
+        if self.zero:
             pieces = {name: p for _, sync in self.syncs for name, p in sync.placements.items()}
             self.placements = {
                 name: pieces.get(name, Pieces(0, 0))._replace(axes=over[name])
                 for name in self.trained
             }
 
-    def cuts(self, axis: str, name: str) -> bool:
-        return any(other.name == axis and name in other.placements for other in self.others)
-
     def sync_of(
-        self, parameters: Parameters, group: Group | None, sums: Any, parts: Sequence[nn.Module]
+        self, parameters: Parameters, group: Group | None, parts: Sequence[nn.Module]
     ) -> GradientSync:
         """Return the synchronization of some parameters.
 
         Args:
-            group: the ranks over which their gradients are summed; None: by name, in `sums`, for
-                ZeRO.
+            group: the ranks over which their gradients are summed; None: those of `zero`.
             parts: the stages that have them.
         """
-        options, stage = self.options, self.options.zero_stage
-        size, algorithm = options.bucket_bytes, options.algorithm
+        stage, size = self.options.zero_stage, self.options.bucket_bytes
+        algorithm = self.options.algorithm or "direct"
         if size is None:
             size = default_bucket_bytes(parameters, 4 if stage else 2)
         if group is None:
-            from parallel101.trainers.flat import ZeROGroup
             from parallel101.trainers.zero_1_2_3 import ZeRO3, ZeRO12
 
-            zero = ZeROGroup(sums, self.live, self.overlap, algorithm)
             if stage < 3:
-                return ZeRO12(parameters, zero, zero_stage=stage, bucket_bytes=size)
+                return ZeRO12(parameters, self.zero, zero_stage=stage, bucket_bytes=size)
             (part,) = parts  # weights tied between two stages on a rank are refused before
-            return ZeRO3(dict(layers_of(part)), parameters, zero)
+            return ZeRO3(dict(layers_of(part)), parameters, self.zero)
         if group.size == 1:
             return GradientSync(parameters)
         if self.overlap:
             return Overlapped(parameters, group, size)
         if size:
-            return Bucketed(parameters, group, size, algorithm or "direct")
-        return Naive(parameters, group, algorithm or "direct")
-
-    def how(self) -> str:
-        """Return how gradients are synchronized, in words."""
-        master = "; it updates master weights" * self.precision.master
-        return "; ".join(dict.fromkeys(sync.how for _, sync in self.syncs)) + master
+            return Bucketed(parameters, group, size, algorithm)
+        return Naive(parameters, group, algorithm)

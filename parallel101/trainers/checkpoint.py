@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.trainers.history import History
 from parallel101.trainers.options import Trainer, mark_as_cut, need_numbers
 
 FORMAT = "parallel101 checkpoint 2"
@@ -90,7 +89,7 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
     """
     need_numbers(trainer, "resume")
 
-    def read() -> tuple[dict[str, Any], dict[str, Any], History]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], Any]:
         with open(path, "rb") as file:
             try:  # nothing in the file is executed
                 content = torch.load(file, map_location="cpu", weights_only=True)
@@ -109,17 +108,16 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
             if names.get(key, key) is not None
         }
         for key in dict.fromkeys([*here, *there]):
-            if here.get(key) != there.get(key):
-                raise ValueError(
-                    f"the checkpoint is another model's: {key!r} has shape "
-                    f"{there.get(key, 'none')} there and {here.get(key, 'none')} here"
-                )
+            shapes = there.get(key, "none"), here.get(key, "none")
+            if shapes[0] != shapes[1]:
+                differ = "has shape {} there and {} here".format(*shapes)
+                raise ValueError(f"the checkpoint is another model's: {key!r} {differ}")
         if scheduler is not None and content.get("scheduler") is None:
             raise ValueError(
                 f"{path} has no scheduler's state: expected a file that save(…, scheduler=…) wrote"
             )
         optimizer = trainer.sharded_optimizer.state_to_load(content["optimizer"])
-        return content, optimizer, History(**content["history"])
+        return content, optimizer, type(trainer.history)(**content["history"])
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
     tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
@@ -153,9 +151,8 @@ def refuse_parts(trainer: Trainer) -> None:
     shards, or nothing, in place of weights. Another trainer refuses it.
     """
     entries, model = trainer.layout.entries, trainer.model
-    whole = all(
-        p.shape == entries[name].shape for name, p in model.named_parameters() if name in entries
-    )
+    here = [(name, p) for name, p in model.named_parameters() if name in entries]
+    whole = all(p.shape == entries[name].shape for name, p in here)
     if not whole or any(entry.placements.keys() - {"dp"} for entry in entries.values()):
         mark_as_cut(model)
     if whole:

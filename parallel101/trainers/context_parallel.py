@@ -29,7 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from parallel101.collectives.comm import Comm, wait_all
-from parallel101.mesh import GroupLike
+from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
 from parallel101.trainers.context.attention_call import (
     AttentionCall,
@@ -71,7 +71,8 @@ def ring_attention(
 
     Returns a tensor like q, differentiable once. Raises TypeError or ValueError for wrong calls.
     """
-    (q, k, v), call = checked((q, k, v), group, causal, layout, sizes, scale, seconds_per_pair)
+    given = AttentionCall(group_of(group), causal, layout, sizes, scale, seconds_per_pair)
+    (q, k, v), call = checked((q, k, v), given)
     return RingAttention.apply(q, k, v, call) if call.takes_part else q.new_empty(0)
 
 
@@ -86,9 +87,10 @@ class RingAttention(Function):
         lse = out.new_full(out.shape[:-1], -torch.inf)  # log Σ exp(scores), of no keys yet
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             if seen := call.visible(source):
-                with computing(seen.pairs, source, q, call):
-                    rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(wide)
-                    block = attend(queries[..., rows, :], keys, values, causal=seen.diagonal)
+                rows, columns, diagonal, pairs = seen
+                with computing(pairs, source, q, call):
+                    keys, values = kv[..., columns, :].to(wide)
+                    block = attend(queries[..., rows, :], keys, values, causal=diagonal)
                     merge(out[..., rows, :], lse[..., rows], *block)
         ctx.call, y = call, y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
@@ -107,12 +109,13 @@ class RingAttention(Function):
         for source, kv in go_round(torch.stack((k, v)), call, comm):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)  # what this rank's queries add to it
             if seen := call.visible(source):
-                with computing(seen.pairs, source, q, call, backward=True):
-                    rows, (keys, values) = seen.rows, kv[..., seen.columns, :].to(lse.dtype)
+                rows, columns, diagonal, pairs = seen
+                with computing(pairs, source, q, call, backward=True):
+                    keys, values = kv[..., columns, :].to(lse.dtype)
                     of_rows = [x[..., rows, :] for x in (queries, do, delta, lse)]
-                    block = attend_backward(keys, values, *of_rows, causal=seen.diagonal)
+                    block = attend_backward(keys, values, *of_rows, causal=diagonal)
                     dq[..., rows, :] += block[0]
-                    dkv[..., seen.columns, :] = torch.stack(block[1:])
+                    dkv[..., columns, :] = torch.stack(block[1:])
             if returning:  # what the ranks before have found for the same keys
                 dkv += returning("wait for gradients")
             returning = pass_on(dkv, source, call.sizes, comm)

@@ -13,7 +13,8 @@ Parallel Training" (2020), section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 
@@ -80,9 +81,9 @@ class Overlapped(GradientSync):
 
     def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
         super().__init__(parameters)
-        groups = by_size(parameters, bucket_bytes)
-        self.buckets = [Bucket(together, group) for together in groups]
-        self.hooks = GradientHooks(groups, self.send)
+        self.buckets = by_size(parameters, bucket_bytes)
+        self.sums = [bucket_sum(bucket, group) for bucket in self.buckets]
+        self.hooks = GradientHooks(self.buckets, self.send)
         self.in_flight: list[SideBySide] = []
         self.unused: list[str] = []
 
@@ -94,9 +95,8 @@ class Overlapped(GradientSync):
         return self.hooks.backward() if last else nullcontext()
 
     def send(self, number: int) -> None:
-        bucket = self.buckets[number]
-        self.unused += [name for name, p in bucket.parameters.items() if p.grad is None]
-        self.in_flight.append(bucket.all_reduce_async())
+        self.unused += [name for name, p in self.buckets[number].items() if p.grad is None]
+        self.in_flight.append(self.sums[number]())  # an all-reduce of the bucket
         if number:
             with wait_span("wait for gradients"):
                 self.in_flight[number - 1].advance()
@@ -112,8 +112,8 @@ class Overlapped(GradientSync):
 LARGE = MiB  # about as many bytes are copied in the time of the messages that a tensor needs
 
 
-class Bucket:
-    """The gradients of some parameters of one dtype and device, summed over the ranks together.
+def bucket_sum(parameters: Parameters, group: GroupLike) -> Callable[[], SideBySide]:
+    """Return a function that begins to sum the gradients of a bucket over the ranks, in place.
 
         | small, side by side |   | large   . . . . |   | large . . . . |
         |   0   |  1  |   2   |   | 0 . . . | 1 . . |   | 1 . | 2 . . . |   who adds up which part
@@ -123,35 +123,30 @@ class Bucket:
     are copied, which takes next to no time there.
 
     Args:
-        parameters: by name.
+        parameters: by name, of one dtype and device.
         group: the ranks over which they are summed.
     """
+    first = next(iter(parameters.values()))
+    most = LARGE if first.device.type == "cpu" else math.inf
+    large = {name: p for name, p in parameters.items() if p.nbytes >= most}
+    small = {name: p for name, p in parameters.items() if p.nbytes < most}
+    shares = even_shares([p.numel() for p in large.values()], group_of(group).size)
+    sizes = [p.numel() for p in small.values()]
+    flat = torch.zeros(sum(sizes), dtype=first.grad_dtype, device=first.device)
 
-    def __init__(self, parameters: Parameters, group: GroupLike):
-        self.parameters, self.group = parameters, group
-        self.large = {
-            name: p
-            for name, p in parameters.items()
-            if p.nbytes >= LARGE and p.device.type == "cpu"
-        }
-        self.small = {name: p for name, p in parameters.items() if name not in self.large}
-        self.shares = even_shares([p.numel() for p in self.large.values()], group_of(group).size)
-        first, total = next(iter(parameters.values())), sum(p.numel() for p in self.small.values())
-        self.flat = torch.zeros(total, dtype=first.grad_dtype, device=first.device)
-
-    def all_reduce_async(self) -> SideBySide:
-        """Begin to sum the gradients, in place."""
+    def begin() -> SideBySide:
         sums = []
-        for (name, p), sizes in zip(self.large.items(), self.shares):
+        for (name, p), share in zip(large.items(), shares):
             p.grad = dense_gradient(name, p).contiguous()
-            flat = p.grad.view(-1)
-            sums.append(all_reduce_async(flat, group=self.group, sizes=sizes, out=flat))
-        if self.small:
-            places = self.flat.split([p.numel() for p in self.small.values()])
-            for (name, p), place in zip(self.small.items(), places):
-                p.grad = place.view(p.shape).copy_(dense_gradient(name, p))
-            sums.append(all_reduce_async(self.flat, group=self.group, out=self.flat))
+            row = p.grad.view(-1)
+            sums.append(all_reduce_async(row, group=group, sizes=share, out=row))
+        if small:
+            for (name, p), part in zip(small.items(), flat.split(sizes)):
+                p.grad = part.view(p.shape).copy_(dense_gradient(name, p))
+            sums.append(all_reduce_async(flat, group=group, out=flat))
         return SideBySide(sums)
+
+    return begin
 
 
 def even_shares(numels: Sequence[int], ranks: int) -> list[list[int]]:

@@ -15,18 +15,23 @@ Source: Lepikhin et al., "GShard" (arXiv 2006.16668), section 3 (there, experts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from parallel101.collectives import all_to_all
 from parallel101.collectives.meta_device import count_choices
-from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.mesh import Group, GroupLike, group_of, split_sizes
 from parallel101.spans import span, wait_span
+from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.layout import Axes, Shard
+from parallel101.trainers.options import EXPERTS, Options
+from parallel101.trainers.tensor.plan import names_of
 
 
 def experts_over_ranks(
@@ -54,27 +59,27 @@ def experts_over_ranks(
     """
     members = group_of(group)
     order = choice.argsort(stable=True)  # by expert, and so by rank
-    counts = count_rows(rows, choice, sizes, members)
+    counts, of_arrived = count_rows(rows, choice, sizes, members)
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # so that this rank takes part in backward's messages
     arrived = Exchange.apply("dispatch", rows[order], counts)
     with span("experts", rows=len(arrived)):
-        results = experts(arrived, counts.choice)
+        results = experts(arrived, of_arrived)
     # `arrived` ties a rank into the graph whose results, of no rows, have none
     return Exchange.apply("combine", results, counts, arrived)[order.argsort()]
 
 
-class RowCounts(NamedTuple):
-    """The numbers of rows that this rank exchanges with each position, and their experts."""
-
-    sent: list[int]  # by position
-    received: list[int]
-    choice: Tensor  # which of my experts each row that arrives is for
-    group: Group
+# how many rows this rank has for the experts of each position, how many arrive from it, the ranks
+RowCounts = tuple[list[int], list[int], Group]
 
 
-def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group) -> RowCounts:
-    """Tell the other ranks how many rows they get from here, for each of their experts."""
+def count_rows(
+    rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group
+) -> tuple[RowCounts, Tensor]:
+    """Tell the other ranks how many rows they get from here, for each of their experts.
+
+    Returns the counts, and which of this rank's experts each row that arrives is for.
+    """
     counts = count_choices(choice, sum(sizes))
     if choice.shape != rows.shape[:1] or len(counts) > sum(sizes):
         raise ValueError(
@@ -86,12 +91,9 @@ def count_rows(rows: Tensor, choice: Tensor, sizes: Sequence[int], group: Group)
         arriving = all_to_all(counts, split_sizes=sizes, group=group, algorithm="direct")
     arriving = arriving.view(group.size, -1)  # from each rank, for each of my experts
     experts = torch.arange(arriving.shape[1], device=counts.device).repeat(group.size)
-    return RowCounts(
-        sent=[int(part.sum()) for part in counts.split(list(sizes))],
-        received=arriving.sum(1).tolist(),
-        choice=experts.repeat_interleave(arriving.flatten()).to(choice.device),
-        group=group,
-    )
+    sent = [int(part.sum()) for part in counts.split(list(sizes))]
+    of_arrived = experts.repeat_interleave(arriving.flatten()).to(choice.device)
+    return (sent, arriving.sum(1).tolist(), group), of_arrived
 
 
 class Exchange(Function):
@@ -115,7 +117,72 @@ class Exchange(Function):
 
 def exchange(way: str, rows: Tensor, counts: RowCounts) -> Tensor:
     """Send the first rows to position 0, the next ones to position 1, …"""
-    there, here = counts.sent, counts.received
+    there, here, group = counts
     sent, received = (there, here) if way == "dispatch" else (here, there)
     with wait_span(way, rows=len(rows)):
-        return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=counts.group)
+        return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
+
+
+# ── the axis ep: the modules of a model that hold experts, and how it deals the experts out ──
+#
+#     plan      {"blocks.*.mlp.experts": "experts"}, or "auto": modules with the name "experts"
+#     before    up (8, width, hidden), down (8, hidden, width)     expert e is [e] of each parameter
+#     after     up (4, width, hidden), down (4, hidden, width)     on each of two ranks
+#
+# Such a module is called with (rows, choice), and computes each row with the expert of its choice,
+# a whole number. Afterwards it is called in the same way.
+
+
+class ExpertsAxis(Axis):
+    """The axis ep, which deals the model's experts out to its positions, as evenly as possible.
+
+    Attributes:
+        sizes: name of a module → how many experts each position along ep has.
+
+    Raises ValueError for a model without experts, or with fewer than ranks.
+    """
+
+    name = "ep"
+
+    def __init__(self, model: nn.Module, axes: Axes, options: Options):
+        named = {name: module for name, module in model.named_modules() if name}
+        ranks, self.axes, patterns = axes.sizes["ep"], axes, options.experts_plan
+        matched = {name for p in patterns for name in names_of(p, list(named))}
+        if not patterns:
+            matched = {name for name in named if name.rpartition(".")[2] == EXPERTS}
+        if not matched:
+            raise ValueError(
+                f"the mesh has an axis ep, but {type(model).__name__} has no module named "
+                '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
+            )
+        chosen = [name for name in named if name in matched]
+        chosen = [name for name in chosen if not any(name.startswith(f"{n}.") for n in chosen)]
+        self.sizes, self.placements = {}, {}
+        for name in chosen:
+            counts = {p.shape[0] if p.dim() else 0 for p in named[name].parameters()}
+            if len(counts) != 1 or min(counts) < ranks or [*named[name].buffers()]:
+                raise ValueError(
+                    f"{name!r} ({type(named[name]).__name__}) can't be dealt out over {ranks} "
+                    f"ranks along ep: its parameters have {sorted(counts)} entries along dim 0. "
+                    "Expected one entry for each expert in all of them, at least one expert for "
+                    "each rank, and no buffers"
+                )
+            (count,) = counts
+            self.sizes[name] = tuple(split_sizes(count, ranks))
+            for of_module, _ in named[name].named_parameters(prefix=name):
+                self.placements[of_module] = Shard(0, self.sizes[name])
+
+    def cut(self, model: nn.Module, stages: OneStage) -> None:
+        """Keep this rank's experts, and let the modules send rows to the others."""
+        group, position = self.axes.along(["ep"]), self.axes.here["ep"]
+        for name, sizes in self.sizes.items():
+            module = model.get_submodule(name)
+            for part in module.modules():
+                for of_part, p in part.named_parameters(recurse=False):
+                    block = Shard(0, sizes).cut(p.detach(), position).clone()
+                    setattr(part, of_part, nn.Parameter(block, p.requires_grad))
+            module.forward = partial(experts_over_ranks, module.forward, sizes=sizes, group=group)
+
+    def describe(self) -> Iterator[str]:
+        for name, sizes in self.sizes.items():
+            yield f"{name}: {' + '.join(map(str, sizes))} experts along ep"

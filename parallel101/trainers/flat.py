@@ -10,14 +10,15 @@ zero_1_2_3.py says when a flat array is gathered and when its gradients are sent
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from parallel101.collectives import all_gather, reduce_scatter
 from parallel101.collectives.asynchronous import (
@@ -29,31 +30,59 @@ from parallel101.collectives.meta_device import same_memory
 from parallel101.mesh import GroupLike, group_of
 from parallel101.spans import wait_span
 from parallel101.trainers.batches import tensors_of
-from parallel101.trainers.gradient_sync import (
-    GradientSync,
-    LiveBytes,
-    Parameters,
-    dense_gradient,
-)
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
 
 
-class ZeROGroup(NamedTuple):
-    """The ranks over which flat arrays are cut, and how these send.
+class ZeROGroup:
+    """The ranks over which flat arrays are cut, how these send, and the bytes that are alive only
+    for a moment (gathered layers, gradients in flight), as long as anything holds their memory.
 
-    Attributes:
+    gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
+    leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
+
+    It holds weak references to storages: one counts until its last tensor, view or place in a graph
+    is gone.
+
+    Args:
         groups: name → the ranks over which its gradient is summed, and anything else that all
             parameters of one array have in common.
-        live: counts the bytes of gathered weights and of gradients in flight.
         overlap: send and receive while this rank computes.
         algorithm: of all messages, which then run from beginning to end in one call. None:
             "direct", which goes on meanwhile.
+
+    Attributes:
+        peak: kind → the most bytes of it that were alive at once since `begin`.
     """
 
-    groups: Mapping[str, tuple[GroupLike, Any]]
-    live: LiveBytes
-    overlap: bool = True
-    algorithm: str | None = None
+    def __init__(
+        self,
+        groups: Mapping[str, tuple[GroupLike, Any]],
+        overlap: bool = True,
+        algorithm: str | None = None,
+    ):
+        self.groups, self.overlap, self.algorithm = groups, overlap, algorithm
+        self.alive: dict[str, weakref.WeakSet[UntypedStorage]] = defaultdict(weakref.WeakSet)
+        self.peak: dict[str, int] = defaultdict(int)
+
+    def begin(self) -> None:
+        """Forget the peaks of the step before."""
+        self.peak.clear()
+        for kind in self.alive:
+            self.note(kind)
+
+    def watch(self, kind: str, tensor: Tensor) -> None:
+        """Count the memory of this tensor from now on."""
+        self.alive[kind].add(tensor.untyped_storage())
+        self.note(kind)
+
+    def watch_gradient(self, name: str, p: nn.Parameter) -> None:
+        """Count the gradient of a parameter, which is there now."""
+        self.watch("gradients", dense_gradient(name, p))
+
+    def note(self, kind: str) -> None:
+        now = sum(storage.nbytes() for storage in self.alive[kind])
+        self.peak[kind] = max(self.peak[kind], now)
 
 
 EMPTY = (
@@ -87,10 +116,9 @@ class Flat:
         weights: bool = False,
         gradients: bool = False,
     ):
-        self.parameters, self.live, self.algorithm = dict(parameters), zero.live, zero.algorithm
+        self.parameters, self.zero = dict(parameters), zero
         self.group = group_of(zero.groups[next(iter(parameters))][0])
-        n, position = self.group.size, self.group.position
-        assert position is not None
+        n, position = self.group.size, self.group.position or 0
         values = [p.detach() for p in parameters.values()]
         self.shapes, sizes = [p.shape for p in values], [p.numel() for p in values]
         block = -(-sum(sizes) // n)
@@ -130,7 +158,7 @@ class Flat:
         """Begin to fetch the other blocks; (n−1)/n of the bytes arrive."""
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
-            self.live.watch("weights", self.whole)
+            self.zero.watch("weights", self.whole)
         self.arriving = self.send(all_gather_async, all_gather, self.shard, self.whole)
 
     def wait(self) -> None:
@@ -185,7 +213,7 @@ class Flat:
                 parts.append(self.grad.new_zeros(size))
                 continue
             parts.append(dense_gradient(name, p).reshape(-1))
-            self.live.watch("gradients", p.grad)
+            self.zero.watch("gradients", p.grad)
             self.reached.add(name)
             p.grad = None
         if self.padding:
@@ -194,15 +222,15 @@ class Flat:
         if len(parts) > 1 or self.whole_grad is not None:
             gradients = torch.cat(parts, out=self.whole_grad)
         if self.whole_grad is None:
-            self.live.watch("gradients", gradients)
+            self.zero.watch("gradients", gradients)
         out, self.summed = None if self.summed else self.grad, True
         return self.send(reduce_scatter_async, reduce_scatter, gradients, out)
 
     def send(self, begin: Any, run: Any, x: Tensor, out: Tensor | None) -> AsyncCollective:
         """Begin a collective, or run one that has an algorithm to its end."""
-        if self.algorithm is None:
+        if self.zero.algorithm is None:
             return begin(x, group=self.group, out=out)
-        result = run(x, group=self.group, algorithm=self.algorithm)
+        result = run(x, group=self.group, algorithm=self.zero.algorithm)
         return AsyncCollective(iter(()), result if out is None else out.copy_(result))
 
 
@@ -252,7 +280,7 @@ class ZeRO(GradientSync):
         self.in_flight: list[tuple[Flat, AsyncCollective]] = []
 
     def begin(self) -> None:
-        self.zero.live.begin()
+        self.zero.begin()
         self.receive()  # what a step has left that an error has ended
         for flat in self.flats:
             flat.begin()

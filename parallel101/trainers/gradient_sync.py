@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
 from parallel101.mesh import GroupLike
@@ -163,44 +162,6 @@ class GradientHooks:
 def call_if_alive(method: weakref.WeakMethod, *args: Any) -> None:
     if (bound := method()) is not None:
         bound(*args)
-
-
-class LiveBytes:
-    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as
-    anything holds their memory.
-
-    gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
-    leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
-
-    It holds weak references to storages: one counts until its last tensor, view or place in a graph
-    is gone.
-
-    Attributes:
-        peak: kind → the most bytes of it that were alive at once since `begin`.
-    """
-
-    def __init__(self) -> None:
-        self.alive: dict[str, weakref.WeakSet[UntypedStorage]] = defaultdict(weakref.WeakSet)
-        self.peak: dict[str, int] = defaultdict(int)
-
-    def begin(self) -> None:
-        """Forget the peaks of the step before."""
-        self.peak.clear()
-        for kind in self.alive:
-            self.note(kind)
-
-    def watch(self, kind: str, tensor: Tensor) -> None:
-        """Count the memory of this tensor from now on."""
-        self.alive[kind].add(tensor.untyped_storage())
-        self.note(kind)
-
-    def note_gradient(self, name: str, p: nn.Parameter) -> None:
-        """Watch the gradient of a parameter, which is there now."""
-        self.watch("gradients", dense_gradient(name, p))
-
-    def note(self, kind: str) -> None:
-        now = sum(storage.nbytes() for storage in self.alive[kind])
-        self.peak[kind] = max(self.peak[kind], now)
 
 
 def by_size(

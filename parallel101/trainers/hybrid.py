@@ -26,22 +26,22 @@ from parallel101.trainers.agreement import Agreement, named_tensors
 from parallel101.trainers.axis import DataAxis, OneStage
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.gradient_sync import nested
-from parallel101.trainers.history import History
-from parallel101.trainers.layout import Axes, Layout, entries_of, state_names
+from parallel101.trainers.layout import Axes, Layout, state_names
 from parallel101.trainers.options import (
     LossFn,
     OptimizerFn,
     Options,
     check_model,
     check_names,
+    expect,
     loss_over,
     need_numbers,
     takes,
 )
 from parallel101.trainers.precision import MasterWeights, choose_precision
-from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.recompute import modules_to_recompute, recompute_in_backward
 from parallel101.trainers.sharded_optimizer import ShardedOptimizer, build_optimizer
+from parallel101.trainers.step import RandomNumbers
 from parallel101.trainers.step import step as train_on_batch
 from parallel101.trainers.sync_batch_norm import Norms, norms_of
 from parallel101.trainers.verify.report import Report
@@ -78,7 +78,7 @@ class HybridTrainer:
             needs overlap=False.
         plan, sequence_parallel, regather: how modules are cut along tp; see
             `TensorParallelTrainer`. The style "experts" places modules along ep: see
-            experts_plan.py. Each rank has some of their experts, and sends tokens to the others;
+            expert_parallel.py. Each rank has some of their experts, and sends tokens to the others;
             all else is the same on all of them. "auto": modules with the name "experts". Every rank
             must call them in each forward, with no rows if need be, and use what they return. A
             rank without samples calls the model with none, so that it computes its experts for
@@ -194,7 +194,7 @@ class HybridTrainer:
         for name in recomputed:
             recompute_in_backward(model.get_submodule(name), name)
         placed = {axis.name: axis.placements for axis in mesh_axes}
-        self.layout = Layout(axes, entries_of(shapes, placed), self.device)
+        self.layout = Layout(axes, shapes, placed, self.device)
         self.notes = [line for axis in mesh_axes for line in axis.describe()]
         self.local, self.sums = data.local, data.after
 
@@ -211,7 +211,7 @@ class HybridTrainer:
         sync = MasterWeights(self, whole) if self.precision.master else self.runner.sync
         self.gradient_sync, self.owned = sync, sync.owned
         self.sharded_optimizer = ShardedOptimizer(self.optimizer, whole, self.owned, self.layout)
-        self.history = History()
+        self.history = training_loop.History()
         checkpoint.refuse_parts(self)
         self.verification.note_cut(self)
 
@@ -277,11 +277,9 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 
     Raises TypeError or ValueError for other meshes.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh={mesh!r}: expected a DeviceMesh with named axes, such as "
-            'init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))'
-        )
+    example = 'init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))'
+    expected = f"a DeviceMesh with named axes, such as {example}"
+    expect("mesh", mesh, isinstance(mesh, DeviceMesh), expected, TypeError)
     names = tuple(mesh.mesh_dim_names or ())
     if not names or not set(names) <= set(AXES):
         have = f"a mesh with the axes {names}" if names else "a mesh whose axes have no names"
@@ -307,7 +305,7 @@ def other_axes(
 
         yield TensorAxis(model, loss_fn, axes, options)
     if "ep" in axes.sizes:
-        from parallel101.trainers.experts_plan import ExpertsAxis
+        from parallel101.trainers.expert_parallel import ExpertsAxis
 
         yield ExpertsAxis(model, axes, options)
     if axes.size(["cp"]) > 1:

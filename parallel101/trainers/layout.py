@@ -73,6 +73,7 @@ class Pieces(NamedTuple):
 
 
 Placement = Stages | Shard | Pieces
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 # what a rank holds of a tensor of the whole model: its Pieces as a tuple, empty if it has none, and
 # their values
 Part = tuple[Sequence[Any], Any]
@@ -90,19 +91,6 @@ class Entry(NamedTuple):
         cut = set(self.placements) - {"dp"}
         pieces = self.placements.get("dp")
         return cut | {*pieces.axes} if in_pieces and isinstance(pieces, Pieces) else cut
-
-
-def entries_of(
-    shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
-    placed: Mapping[str, Mapping[str, Placement]],
-) -> dict[str, Entry]:
-    """Return the entry of each name. `placed`: axis → name → how the axis cuts it."""
-    return {
-        name: Entry(
-            *kind, {axis: placed[axis][name] for axis in ORDER if name in placed.get(axis, ())}
-        )
-        for name, kind in shapes.items()
-    }
 
 
 class Axes:
@@ -161,13 +149,9 @@ class Axes:
 
     def along(self, names: Collection[str]) -> Group:
         """Return the ranks of `line` as a group, which has these axes' names in the record."""
-        line = self.line(names)
+        line, among = self.line(names), [name for name in self.sizes if name in names]
         whole = len(line) == len(self.members.ranks)
-        named = tuple(
-            name
-            for name, size in self.sizes.items()
-            if name in names and (size > 1 or len(names) == 1)
-        )
+        named = tuple(name for name in among if self.sizes[name] > 1 or len(names) == 1)
         return Group(
             ranks=tuple(self.members.ranks[i] for i in line),
             position=line.index(self.position),
@@ -182,15 +166,20 @@ class Layout:
 
     Args:
         axes: the ranks.
-        entries: of the whole model, the same on every rank.
+        shapes: name → shape and dtype of the whole, the same on every rank.
+        placed: axis → name → how the axis cuts it.
         device: where the parts are.
+
+    Attributes: entries: by name. line: coordinates of the ranks that together have everything.
     """
 
-    def __init__(self, axes: Axes, entries: Mapping[str, Entry], device: torch.device):
-        self.axes, self.entries, self.device = axes, dict(entries), device
+    def __init__(self, axes: Axes, shapes: Shapes, placed: Mapping[str, Any], device: torch.device):
+        self.axes, self.device, self.entries = axes, device, dict[str, Entry]()
+        for name, kind in shapes.items():
+            axes_of = [axis for axis in ORDER if name in placed.get(axis, ())]
+            self.entries[name] = Entry(*kind, {axis: placed[axis][name] for axis in axes_of})
         cut_axes = set().union(*(entry.cut_by() for entry in self.entries.values()))
         self.cut_axes = [axis for axis in axes.sizes if axis in cut_axes]
-        # the ranks that together have everything
         self.line = [axes.coordinates(position) for position in axes.line(self.cut_axes)]
 
     # ── one entry, no messages ──

@@ -169,9 +169,9 @@ def agree_on_loss(
     """
     agree, step = trainer.agree, trainer.steps
     parts, weights, counts = agree.numbers(losses.sum(), losses.weight(), unused)
-    broken = {rank: part for rank, part in zip(agree.ranks, parts) if not math.isfinite(part)}
-    if broken:
-        where = ", ".join(f"{part} on rank {rank}" for rank, part in broken.items())
+    pairs = zip(parts, agree.ranks)
+    where = ", ".join(f"{part} on rank {rank}" for part, rank in pairs if not math.isfinite(part))
+    if where:
         raise FloatingPointError(
             f"step {step}: the loss is {where}; no weight was changed. "
             "Look at that rank's samples (a mean over no targets is nan: loss_fn may return a sum "

@@ -37,14 +37,6 @@ from parallel101.trainers.options import Trainer
 Part = tuple[float, float]  # from, to: fractions of the whole model
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind these tensors, each storage once, however many of
-    the tensors share it.
-    """
-    storages = {id(storage := t.untyped_storage()): storage.nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 @dataclass(frozen=True)
 class Holdings:
     """The result of `describe()`: for each rank of the group, in order, the bytes of each kind
@@ -96,17 +88,22 @@ def describe(trainer: Trainer) -> Holdings:
     }
     if trainer.precision.master:
         held["master weights"] = owned.values()
-    nbytes = {kind: storage_bytes(tensors) for kind, tensors in held.items()}
+    nbytes = dict[str, int]()
+    for kind, tensors in held.items():  # each storage once, however many tensors share it
+        storages = {id(storage := t.untyped_storage()): storage.nbytes() for t in tensors}
+        nbytes[kind] = sum(storages.values())
     if zero_stage := data.options.zero_stage:
-        nbytes["gathered (peak)"] = data.live.peak["weights"]
-        nbytes["gradients in flight (peak)"] = data.live.peak["gradients"]
+        nbytes["gathered (peak)"] = data.zero.peak["weights"]
+        nbytes["gradients in flight (peak)"] = data.zero.peak["gradients"]
     if trainer.activations is not None:
         nbytes["activations (peak)"] = trainer.activations.peak
     of_ranks = trainer.agree.objects(nbytes)
     # a stage without trained weights has fewer kinds
     kinds = dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     counts = {kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in kinds}
-    notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {data.how()}"]
+    how = "; ".join(dict.fromkeys(sync.how for _, sync in data.syncs))
+    how += "; it updates master weights" * trainer.precision.master
+    notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {how}"]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
     parts = {
         kind: parts_held(trainer.layout, names, counts[kind], zero_stage >= first)
@@ -142,11 +139,10 @@ def parts_held(
     """
     cut = set().union(*(layout.entries[name].cut_by(in_pieces) for name in names))
     order = [axis for axis in (*ORDER, "cp") if axis in cut]
-    everywhere = (layout.axes.coordinates(position) for position in range(len(nbytes)))
+    everywhere = map(layout.axes.coordinates, range(len(nbytes)))
     places = [tuple(where[axis] for axis in order) for where in everywhere]
-    sizes = {place: nbytes[position] for position, place in enumerate(places)}
-    ends = dict(zip(sorted(sizes), accumulate(sizes[place] for place in sorted(sizes))))
-    whole = max(sum(sizes.values()), 1)
+    sizes = dict(sorted(zip(places, nbytes)))
+    ends, whole = dict(zip(sizes, accumulate(sizes.values()))), max(sum(sizes.values()), 1)
     return [[((ends[place] - sizes[place]) / whole, ends[place] / whole)] for place in places]
 
 
@@ -192,8 +188,9 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
              768 B   layers.*
              512 B   (the model)
     """
-    model = of if isinstance(of, nn.Module) else of.model
-    parts = {} if isinstance(of, nn.Module) else getattr(of.runner, "parts", {})
+    trainer: Trainer = None if isinstance(of, nn.Module) else of
+    model: nn.Module = trainer.model if trainer else of
+    parts = getattr(trainer.runner, "parts", {}) if trainer else {}
     count = Count(model)
     names = dict.fromkeys(parts.values(), "") | {m: name for name, m in model.named_modules()}
 
@@ -219,8 +216,8 @@ def count_activations(of: nn.Module | Trainer) -> Iterator[Activations]:
                 if not _running:
                     saved_tensors_hooks.__enter__ = _torchs  # type: ignore[method-assign]
     count.refs.clear()
-    if not isinstance(of, nn.Module):
-        of.activations = count.activations
+    if trainer:
+        trainer.activations = count.activations
 
 
 class Count:
@@ -315,9 +312,8 @@ class Phase(NamedTuple):
 
     def __str__(self) -> str:
         which = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
-        return f"{self.name or 'the program'}{which}" + (
-            "" if self.stage is None else f" on stage {self.stage}"
-        )
+        where = "" if self.stage is None else f" on stage {self.stage}"
+        return f"{self.name or 'the program'}{which}{where}"
 
 
 class Kept(NamedTuple):
@@ -388,11 +384,8 @@ class Activations:
         if microbatches.keys() != {None}:
             lines += [f"{readable(n):>10}   microbatch {i}" for i, n in microbatches.items()]
         modules = added(self.at_peak(), lambda kept: NUMBER.sub("*", kept.module) or "(the model)")
-        lines += [
-            f"{readable(n):>10}   {name}"
-            for name, n in sorted(modules.items(), key=lambda item: -item[1])
-        ]
-        return "\n".join(lines)
+        rows = sorted(modules.items(), key=lambda item: -item[1])
+        return "\n".join([*lines, *(f"{readable(n):>10}   {name}" for name, n in rows)])
 
     __repr__ = __str__
 

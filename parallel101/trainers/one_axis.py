@@ -14,7 +14,7 @@ from torch import nn
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.options import LossFn, OptimizerFn, check_names, takes
+from parallel101.trainers.options import LossFn, OptimizerFn, check_names, expect, takes
 
 COMMON = ("clip_norm", "autocast", "recompute", "precision", "gradient_dtype", "sync", "verify")
 DATA = ("overlap", "bucket_bytes", "algorithm", "accumulate", "sync_batch_norm")
@@ -39,10 +39,8 @@ def of_one_axis(axis: str, *names: str, **defaults: Any) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         check_names(self, options, [*names, *COMMON])
-        if options.get("zero_stage") == 0:
-            raise ValueError(
-                "zero_stage=0: expected 1, 2 or 3; to shard nothing, use DataParallelTrainer"
-            )
+        expected = "1, 2 or 3; to shard nothing, use DataParallelTrainer"
+        expect("zero_stage", 0, options.get("zero_stage") != 0, expected)
         axes = Axes(group, {"dp": 1} | {axis: group_of(group).size})
         HybridTrainer.__init__(
             self, model, loss_fn, optimizer, mesh=axes, **{**defaults, **options}

@@ -182,10 +182,8 @@ def check_model(model: Any, loss_fn: Any) -> torch.device:
         "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
     )
     expect("loss_fn", loss_fn, right, expected, TypeError)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model={model!r}: expected an nn.Module that has been built, such as MLP([4, 8, 4])"
-        )
+    expected = "an nn.Module that has been built, such as MLP([4, 8, 4])"
+    expect("model", model, isinstance(model, nn.Module), expected, TypeError)
     if any(getattr(module, CUT, False) for module in model.modules()):
         raise ValueError(
             "the model's weights were already cut up by another trainer: "

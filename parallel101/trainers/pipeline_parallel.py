@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +67,9 @@ class Received(Function):
         return g
 
 
-class Held(NamedTuple):
-    """The state of a microbatch that a stage keeps from its forward to its backward."""
-
-    x: Any
-    y: Tensor
-    weights: WeightGradients | None  # if they are computed by an action of their own
+# what a stage keeps of a microbatch from its forward to its backward: x, y and, if an action of its
+# own computes them, the weight gradients
+Held = tuple[Any, Any, WeightGradients | None]
 
 
 class Pipeline:
@@ -98,7 +95,11 @@ class Pipeline:
     ):
         self.parts, self.actions, self.messages = parts, actions, messages
         self.sync = together([sync for _, sync in syncs])
-        self.on_stage = [(stages, sync, last_backward(stages, actions)) for stages, sync in syncs]
+        backwards = [action for action in actions if action.kind in "BW"]
+        self.on_stage = []  # with the last action, after which the gradients are complete
+        for used, sync in syncs:
+            last = [action for action in backwards if action.stage in used][-1]
+            self.on_stage.append((used, sync, last))
         self.last_stage, self.autocast = stages - 1, autocast
         self.microbatches = 1 + max(action.microbatch for action in actions)
         self.split = {action[::2] for action in actions if action.kind == "I"}
@@ -179,7 +180,7 @@ class Pipeline:
         if stage < self.last_stage:
             self.results[Action(stage, "SEND_F", i)] = activations(stage, y)
         if torch.is_grad_enabled():
-            self.held[stage, i] = Held(x, y, weights)
+            self.held[stage, i] = x, y, weights
 
     def backward(self, stage: int, i: int, arrived: Tensor | None) -> None:
         x, y, weights = self.held.pop((stage, i))
@@ -201,8 +202,3 @@ class Pipeline:
                 elif action.stage in stages:
                     contexts.enter_context(sync.backward(action.kind, action == last))
             yield
-
-
-def last_backward(stages: frozenset[int], actions: Sequence[Action]) -> Action:
-    """Return the action with which the gradients of these stages are complete."""
-    return [action for action in actions if action.kind in "BW" and action.stage in stages][-1]

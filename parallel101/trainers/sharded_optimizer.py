@@ -121,10 +121,8 @@ class ShardedOptimizer:
                     )
                     for key in first["like"]
                 }
-        groups = [
-            {**group, "names": in_group}
-            for in_group, group in zip(self.names, self.optimizer.param_groups)
-        ]
+        pairs = zip(self.names, self.optimizer.param_groups)
+        groups = [{**group, "names": in_group} for in_group, group in pairs]
         for group in groups:
             del group["params"]
         return {"type": type(self.optimizer).__name__, "state": whole, "groups": groups}

@@ -127,11 +127,6 @@ def batch_norm(
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((variance * n / (n - 1)).to(running_var.dtype), momentum)
-    scale = (variance + eps).rsqrt()
-    y = (x - along_dim_1(mean, x)) * along_dim_1(scale if weight is None else scale * weight, x)
-    return (y if bias is None else y + along_dim_1(bias, x)).to(dtype)
-
-
-def along_dim_1(value: Tensor, x: Tensor) -> Tensor:
-    """Return one value for each channel, in a shape that multiplies x."""
-    return value.view(-1, *[1] * (x.dim() - 2))
+    scale, shape = (variance + eps).rsqrt(), (-1, *[1] * (x.dim() - 2))  # of values by channel
+    y = (x - mean.view(shape)) * (scale if weight is None else scale * weight).view(shape)
+    return (y if bias is None else y + bias.view(shape)).to(dtype)

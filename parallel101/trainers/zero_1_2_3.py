@@ -43,11 +43,7 @@ from parallel101.trainers.flat import (
     wait,
     walk,
 )
-from parallel101.trainers.gradient_sync import (
-    GradientHooks,
-    Parameters,
-    by_size,
-)
+from parallel101.trainers.gradient_sync import GradientHooks, Parameters, by_size
 
 
 class ZeRO12(ZeRO):
@@ -70,7 +66,7 @@ class ZeRO12(ZeRO):
         super().__init__(flats, zero)
         self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
         for name, p in parameters.items():
-            p.register_post_accumulate_grad_hook(partial(zero.live.note_gradient, name))
+            p.register_post_accumulate_grad_hook(partial(zero.watch_gradient, name))
         self.hooks = GradientHooks(buckets, self.send, zero.overlap)
 
     def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:

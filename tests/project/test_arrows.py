@@ -69,7 +69,7 @@ FREE = {*FRONT_DOOR, "bench"}  # may import anything; bench measures all rooms f
 DOORS = {  # module → what it may import inside a function, when it is called
     # from the subject up to the laboratory:
     "sharding.run": {"ranks", "viz"},  # sharding.run(…) starts ranks, .picture() draws their blocks
-    "trainers.schedules.simulation": {"viz"},  # schedule(…).time(…).timeline()
+    "trainers.schedules.schedule": {"viz"},  # schedule(…).time(…).timeline()
     # in the laboratory, up or round:
     "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture
@@ -201,7 +201,7 @@ def test_no_two_modules_need_each_other():
 def test_the_subject_needs_torch_and_tqdm_only():
     for module in (module for module in MODULES if room(module) in SUBJECT):
         # when plot() is called
-        optional = {"matplotlib"} if module == "trainers.history" else set()
+        optional = {"matplotlib"} if module == "trainers.training_loop" else set()
         optional |= {"keras"} if room(module) == "keras" else set()
         known = {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional
         assert parsed(MODULES[module]).libraries <= known, module

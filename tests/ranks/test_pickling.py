@@ -17,7 +17,7 @@ from parallel101.laboratory.ranks.pickling import pack, pack_result, unpack
 from parallel101.laboratory.ranks.wire import RankRecord
 from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.wait_for import RankStatus
-from parallel101.trainers.history import History, StepResult
+from parallel101.trainers.training_loop import History, StepResult
 
 CALL = Call(1, "all_to_all", (0, 2), "world", 3, "a.py:7", shape=torch.Size([2, 3]))
 CALL = CALL._replace(alike=(("dim", "0"),), gives={0: 4, 2: 8}, within=("all_to_all", (0, 1, 2)))

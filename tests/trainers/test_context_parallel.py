@@ -55,9 +55,10 @@ def test_what_a_rank_sees_is_what_the_positions_say(layout):
                 seen = visible(me, source, sizes, layout, causal)
                 block = torch.zeros_like(later)
                 if seen:
-                    block[seen.rows, seen.columns] = True
-                    block = block.tril() if seen.diagonal else block
-                    assert seen.pairs == block.sum()
+                    rows, columns, diagonal, pairs = seen
+                    block[rows, columns] = True
+                    block = block.tril() if diagonal else block
+                    assert pairs == block.sum()
                 assert torch.equal(block, ~later if causal else torch.ones_like(later))
 
 

@@ -37,7 +37,7 @@ from parallel101.spans import current_collective, set_current_collective
 from parallel101.trainers.batches import Batch
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.losses import Losses
-from parallel101.trainers.pipeline_parallel import NAMES, Held, Pipeline
+from parallel101.trainers.pipeline_parallel import NAMES, Pipeline
 from parallel101.trainers.schedules.actions import Action
 from parallel101.trainers.weight_gradients import WeightGradients
 
@@ -293,10 +293,10 @@ def keep(runner: Pipeline, action: Action, made: Tensor | None) -> None:
     if kind == "F":
         x = runner.inputs[i] if runner.arrived is None else runner.arrived
         later = WeightGradients(split=True) if (stage, i) in runner.split else None
-        runner.held[stage, i] = Held(x, made, later)  # type: ignore[arg-type]
+        runner.held[stage, i] = x, made, later
     elif kind == "W":
         runner.later.pop((stage, i))
-    elif weights := runner.held.pop((stage, i)).weights:
+    elif weights := runner.held.pop((stage, i))[2]:
         runner.later[stage, i] = weights
     runner.arrived = None
 

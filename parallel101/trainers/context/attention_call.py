@@ -24,23 +24,27 @@ from parallel101.collectives import all_gather
 from parallel101.collectives.checks import begin, sizes_of, tensor_of
 from parallel101.collectives.comm import Comm
 from parallel101.collectives.meta_device import numbers_device
-from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.mesh import Group
 from parallel101.spans import compute, span, wait_span
 from parallel101.trainers.context.time_layout import Seen, time_sizes, visible
+from parallel101.trainers.options import expect
 
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 BACKWARD = 2.5  # times the forward's seconds: five matrix products a block, and two in the forward
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a call besides q, k and v."""
+    """The arguments of a call besides q, k and v, as they were given or as `checked` returns them.
+
+    Attributes: sizes: the time that each position has. seconds_per_pair: on a virtual rank's clock.
+    """
 
     group: Group
-    sizes: list[int]  # the time that each position has
     causal: bool
     layout: str
-    scale: float
-    seconds_per_pair: float  # on a virtual rank's clock
+    sizes: Any
+    scale: Any
+    seconds_per_pair: float
 
     @property
     def takes_part(self) -> bool:
@@ -94,13 +98,7 @@ def without_autocast(method: Callable[..., Any]) -> Any:
 
 
 def checked(
-    tensors: Sequence[Tensor],
-    group: GroupLike,
-    causal: bool,
-    layout: str,
-    sizes: Sequence[int] | None,
-    scale: float | None,
-    seconds_per_pair: float,
+    tensors: Sequence[Tensor], call: AttentionCall
 ) -> tuple[Sequence[Tensor], AttentionCall]:
     """Return q, k and v in one dtype, under autocast in its dtype (as scaled_dot_product_attention
     has them), and the rest of the call.
@@ -109,7 +107,8 @@ def checked(
     """
     for x in tensors:
         tensor_of(x)  # or it raises
-    members, device = group_of(group), numbers_device(tensors[0].device)
+    (members, causal, layout, sizes, scale, _), of_ranks = call, list[int]()
+    device = numbers_device(tensors[0].device)
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         tensors = [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
@@ -128,9 +127,8 @@ def checked(
             "of this rank's part of the time in all three, and heads that are a multiple of the kv "
             "heads"
         )
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r}: expected True or False. Other masks aren't supported")
-    of_ranks: list[int] = []
+    known = isinstance(causal, bool)
+    expect("causal", causal, known, "True or False. Other masks aren't supported", TypeError)
     if (position := members.position) is not None:
         if sizes is None:
             with wait_span("lengths"):
@@ -147,7 +145,7 @@ def checked(
                 f'each rank, in the layout "{layout}" {right}, as p101.context_positions gives them'
             )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return (q, k, v), AttentionCall(members, of_ranks, causal, layout, scale, seconds_per_pair)
+    return (q, k, v), call._replace(sizes=of_ranks, scale=scale)
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:

@@ -11,14 +11,16 @@ layout has the most to compute. In zigzag every rank has a cheap chunk and an ex
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from parallel101.mesh import GroupLike, group_of, split_ranges
+from parallel101.trainers.options import expect
 
-LAYOUTS = ("contiguous", "zigzag")
+# The part of one rank's keys that another's queries see: the queries that see any of them and the
+# keys that any query sees, as slices of what each holds; whether each query sees the keys up to its
+# own position only, else all; and how many pairs these are
+Seen = tuple[slice, slice, bool, int]
 
 
 def pieces(time: int, n: int, position: int, layout: str) -> list[range]:
@@ -26,13 +28,9 @@ def pieces(time: int, n: int, position: int, layout: str) -> list[range]:
 
     Raises ValueError for an unknown layout, and if a rank would have no position.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f'layout={layout!r}: expected "contiguous" or "zigzag"')
-    if type(time) is not int or time < n:
-        raise ValueError(
-            f"a sequence of time={time!r} over {n} ranks: expected at least one position for each "
-            "rank. Use fewer ranks, or longer sequences"
-        )
+    expect("layout", layout, layout in ("contiguous", "zigzag"), '"contiguous" or "zigzag"')
+    expected = f"at least one position for each of {n} ranks. Use fewer, or longer sequences"
+    expect("time", time, type(time) is int and time >= n, expected)
     if layout == "contiguous":
         return [split_ranges(time, n)[position]]
     chunks = split_ranges(time, 2 * n)
@@ -54,12 +52,8 @@ def local_positions(
 
     Raises ValueError as `pieces`.
     """
-    return torch.cat(
-        [
-            torch.arange(piece.start, piece.stop, device=device)
-            for piece in pieces(time, n, position, layout)
-        ]
-    )
+    ranges = pieces(time, n, position, layout)
+    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in ranges])
 
 
 def context_positions(
@@ -89,15 +83,6 @@ def context_positions(
     return local_positions(time, members.size, members.position, layout, device)
 
 
-class Seen(NamedTuple):
-    """The part of one rank's keys that another's queries see, as slices of what each holds."""
-
-    rows: slice  # the queries that see any of them
-    columns: slice  # the keys that any query sees
-    diagonal: bool  # whether each query sees the keys up to its own position only, else all
-    pairs: int  # of a query and a key that it sees
-
-
 def visible(me: int, source: int, sizes: list[int], layout: str, causal: bool) -> Seen | None:
     """Return the part of position `source`'s keys that the queries of position `me` see.
 
@@ -111,7 +96,7 @@ def visible(me: int, source: int, sizes: list[int], layout: str, causal: bool) -
     """
     rows, columns = range(sizes[me]), range(sizes[source])
     if causal and source == me:
-        return Seen(slice(None), slice(None), True, len(rows) * (len(rows) + 1) // 2)
+        return slice(None), slice(None), True, len(rows) * (len(rows) + 1) // 2
     if causal and layout == "contiguous" and source > me:
         return None
     if causal and layout == "zigzag":
@@ -120,9 +105,5 @@ def visible(me: int, source: int, sizes: list[int], layout: str, causal: bool) -
             columns = columns[: len(pieces(time, n, source, layout)[0])]
         else:  # my early chunk is earlier than both of its
             rows = rows[len(pieces(time, n, me, layout)[0]) :]
-    return Seen(
-        slice(rows.start, rows.stop),
-        slice(columns.start, columns.stop),
-        False,
-        len(rows) * len(columns),
-    )
+    seen = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    return *seen, False, len(rows) * len(columns)

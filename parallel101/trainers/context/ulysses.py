@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from parallel101.autograd import all_to_all
-from parallel101.mesh import GroupLike
+from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.context.attention_call import AttentionCall, checked, computing
 from parallel101.trainers.context.time_layout import local_positions
 
@@ -44,7 +44,8 @@ def ulysses_attention(
     backward their gradients. The arguments, result and errors are those of `ring_attention`. It
     also raises ValueError if the ranks don't divide the heads of q evenly, or those of k and v.
     """
-    (q, k, v), call = checked((q, k, v), group, causal, layout, sizes, scale, seconds_per_pair)
+    given = AttentionCall(group_of(group), causal, layout, sizes, scale, seconds_per_pair)
+    (q, k, v), call = checked((q, k, v), given)
     if not call.takes_part:
         return q.new_empty(0)
     n, heads, kv_heads = call.group.size, q.shape[HEADS], k.shape[HEADS]
@@ -71,20 +72,17 @@ def ulysses_attention(
 
     if y.requires_grad:
         y.register_hook(pass_time)
-    return all_to_all(by_rank(y, call), TIME, HEADS, group=call.group, split_sizes=call.sizes)
+    if call.layout != "contiguous":
+        y = y[:, :, by_rank(call, y.device)]
+    return all_to_all(y, TIME, HEADS, group=call.group, split_sizes=call.sizes)
 
 
 def in_order(x: Tensor, call: AttentionCall) -> Tensor:
     """Sort along time: zigzag's chunks arrive rank by rank."""
-    return x if call.layout == "contiguous" else x[:, :, order(call, x).argsort()]
+    return x if call.layout == "contiguous" else x[:, :, by_rank(call, x.device).argsort()]
 
 
-def by_rank(x: Tensor, call: AttentionCall) -> Tensor:
-    """Undo `in_order`: sort rank by rank."""
-    return x if call.layout == "contiguous" else x[:, :, order(call, x)]
-
-
-def order(call: AttentionCall, x: Tensor) -> Tensor:
+def by_rank(call: AttentionCall, device: torch.device) -> Tensor:
     """Return the positions of rank 0, then those of rank 1, and so on."""
     time, n = sum(call.sizes), call.group.size
-    return torch.cat([local_positions(time, n, rank, call.layout, x.device) for rank in range(n)])
+    return torch.cat([local_positions(time, n, rank, call.layout, device) for rank in range(n)])

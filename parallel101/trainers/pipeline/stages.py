@@ -25,7 +25,7 @@ from parallel101.trainers.agreement import named_tensors
 from parallel101.trainers.axis import OneStage, Syncs
 from parallel101.trainers.layout import Axes, Stages
 from parallel101.trainers.model_layers import order_of
-from parallel101.trainers.options import Options
+from parallel101.trainers.options import Options, expect
 from parallel101.trainers.pipeline.stage_messages import Messages
 from parallel101.trainers.pipeline_parallel import Pipeline, Stage
 from parallel101.trainers.schedules.actions import with_messages
@@ -42,15 +42,11 @@ class PipelineStages(OneStage):
     """
 
     def __init__(self, model: nn.Module, axes: Axes, options: Options):
-        if options.accumulate != 1:
-            raise ValueError(
-                f"accumulate={options.accumulate}: a pipeline accumulates over its microbatches; "
-                f"say microbatches={options.accumulate}"
-            )
-        self.schedule = schedule_for(
-            options.schedule, axes.sizes["pp"], options.microbatches, options.chunks
-        )
-        self.axes = axes
+        many = options.accumulate
+        expected = f"1, since a pipeline accumulates over microbatches; say microbatches={many}"
+        expect("accumulate", many, many == 1, expected)
+        numbers = axes.sizes["pp"], options.microbatches, options.chunks
+        self.schedule, self.axes = schedule_for(options.schedule, *numbers), axes
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.microbatches = self.schedule.microbatches
         batched = comm_of(axes.along(["pp"]), self.device, "pipeline").batched
@@ -64,13 +60,12 @@ class PipelineStages(OneStage):
                 "that returns the modules whose composition is its forward, in order"
             )
         self.sequence = entries
-        self.ranges = cut_points(self.sequence, len(self.placement), options.layers_per_stage)
+        self.ranges = cut_points(entries, len(self.placement), options.layers_per_stage)
         first = {id(t): name for name, t in named_tensors(model)}  # of the names of a tied tensor
         all_names = named_tensors(model, remove_duplicate=False)
         self.first_name = {name: first[id(t)] for name, t in all_names}
         self.local = frozenset(s for s, position in self.placement.items() if position == here)
-
-        parts = [nn.ModuleList(self.sequence[i] for i in numbers) for numbers in self.ranges]
+        parts = [nn.ModuleList(entries[i] for i in numbers) for numbers in self.ranges]
         used = [{id(t) for _, t in named_tensors(part)} for part in parts]
         self.on_stages, self.positions = {}, {}
         for name, t in named_tensors(model):
@@ -163,10 +158,10 @@ def cut_points(
     given = layers_per_stage if isinstance(layers_per_stage, Sequence) else []
     right = all(type(count) is int and count > 0 for count in given) and sum(given) == len(entries)
     parts = [range(a, b) for a, b in pairwise(accumulate(given, initial=0))] if right else []
-    if len(parts) != stages or any(set(part).isdisjoint(with_parameters) for part in parts):
-        raise ValueError(
-            f"layers_per_stage={layers_per_stage!r}: expected {stages} numbers, one for each "
-            f"stage, 1 or more, that add up to the {len(entries)} modules of the model's sequence, "
-            "and on each stage a module with parameters"
-        )
+    right = len(parts) == stages and not any(map(set(with_parameters).isdisjoint, parts))
+    expected = (
+        f"{stages} numbers, one for each stage, 1 or more, that add up to the {len(entries)} "
+        "modules of the model's sequence, and on each stage a module with parameters"
+    )
+    expect("layers_per_stage", layers_per_stage, right, expected)
     return parts

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: generated (schedule.py), proved to run and timed (simulation.py).
+"""Pipeline schedules as data: published ones, and how any is checked and timed (schedule.py).
 
 Nothing is computed here.
 """

@@ -153,10 +153,8 @@ def posted_ahead(actions: Sequence[Action], placement: Placement) -> Iterator[Ac
                 yield receive
         yield action
         if action.kind != "W":  # if another rank needs the result
-            send, here = (
-                action._replace(kind="SEND_F" if action.kind == "F" else "SEND_B"),
-                placement[action.stage],
-            )
+            send = action._replace(kind="SEND_F" if action.kind == "F" else "SEND_B")
+            here = placement[action.stage]
             if placement.get(partner(send).stage, here) != here:
                 yield send
 

@@ -74,14 +74,12 @@ def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
 
     Raises ValueError if either is not a whole number, 1 or more (or, for heads, a name).
     """
-    for name, value in (("parts", parts), ("heads", heads)):
-        if name == "heads" and (value is None or (isinstance(value, str) and value.isidentifier())):
-            continue
-        if type(value) is not int or value < 1:
-            attribute = ", or the name of an attribute" if name == "heads" else ""
-            raise ValueError(
-                f"column({name}={value!r}): expected a whole number, 1 or more{attribute}"
-            )
+    expected = "expected a whole number, 1 or more"
+    if not whole_number(parts):
+        raise ValueError(f"column(parts={parts!r}): {expected}")
+    named = heads is None or (isinstance(heads, str) and heads.isidentifier())
+    if not named and not whole_number(heads):
+        raise ValueError(f"column(heads={heads!r}): {expected}, or the name of an attribute")
     return Style("column", parts, heads)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from parallel101.mesh import Group, split_sizes
 from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.layout import Axes, Shard
-from parallel101.trainers.options import Options, is_vocabulary_loss
+from parallel101.trainers.options import Options, expect, is_vocabulary_loss
 from parallel101.trainers.tensor.plan import (
     Style,
     auto_plan,
@@ -68,10 +68,7 @@ class TensorAxis(Axis):
         self.axes, self.options = axes, options
         chain, cut_head, plan = chain_of(model), is_vocabulary_loss(loss_fn), options.tensor_plan
         if isinstance(plan, str):
-            if plan != "auto":
-                raise ValueError(
-                    f'plan={plan!r}: expected "auto" or a dict from names of modules to styles'
-                )
+            expect("plan", plan, plan == "auto", '"auto" or a dict from names of modules to styles')
             styles = auto_plan(model, chain, cut_head)
         else:
             styles = match(plan or {}, model)
@@ -115,11 +112,10 @@ class TensorAxis(Axis):
 
     def describe(self) -> Iterator[str]:
         """Yield a line for each way of cutting modules: "blocks.*.mlp.up (4 modules): column"."""
-        ways: dict[tuple[str, str], int] = {}
+        ways = Counter[tuple[str, str]]()
         for name, style in self.styles.items():
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            key = name if alike.strip("*.") == "" else alike, str(style)
-            ways[key] = ways.get(key, 0) + 1
+            ways[name if alike.strip("*.") == "" else alike, str(style)] += 1
         for (names, way), count in ways.items():
             yield f"{names}{f' ({count} modules)' if count > 1 else ''}: {way}"
 
@@ -136,7 +132,11 @@ class TensorAxis(Axis):
         options = group, self.options.algorithm or "direct", self.options.overlap
         tp, tp_in_time = TensorGroup(*options), TensorGroup(*options, True, self.options.regather)
         named = list(model.named_modules(remove_duplicate=False))
-        here = {name: module for name, module in named if is_below(name, local)}
+        here = {
+            name: module
+            for name, module in named
+            if any(not entry or f"{name}.".startswith(f"{entry}.") for entry in local)
+        }
         uses = Counter(id(p) for module in here.values() for p in module._parameters.values())
         names = first_names(model)
         name_of = {id(p): name for name, p in model.named_parameters()}
@@ -217,8 +217,3 @@ def shard_of(name: str, modules: Mapping[str, nn.Module], style: Style, size: in
             f"a tensor axis that divides {heads}, or a plan without the layers of this module"
         )
     return cut_heads(module.out_features, size, heads, parts)
-
-
-def is_below(name: str, modules: Collection[str]) -> bool:
-    """Return whether a module is one of these, or inside one; "" is the whole model."""
-    return any(f"{name}.".startswith(f"{module}.") or not module for module in modules)
