@@ -618,6 +618,7 @@ def raises(error):
     raise error
 
 
+SEEN = "…\n  It was last seen at …/faults.py:…: lambda: os."
 OUTSIDE = "and its group of 2 has ranks 0 to 1"
 ENDS = {  # rank 1's, while rank 0 is in a barrier
     "raised Particular: particular words\n": lambda: raises(Particular(1, 2)),
@@ -625,9 +626,10 @@ ENDS = {  # rank 1's, while rank 0 is in a barrier
     "raised Speechless\n": lambda: raises(Speechless()),
     "raised AssertionError\n\nTraceback": lambda: raises(AssertionError()),
     "raised SystemExit: 5": lambda: exit(5),
-    "exited with code 3": lambda: os._exit(3),
-    "exited with code 0": lambda: os._exit(0),
-    "was killed by SIGKILL": lambda: os.kill(os.getpid(), 9),
+    f"exited with code 3 {SEEN}": lambda: os._exit(3),
+    f"exited with code 0 {SEEN}": lambda: os._exit(0),
+    f"was killed by SIGKILL {SEEN}": lambda: os.kill(os.getpid(), 9),
+    f"was killed by SIGABRT {SEEN}": lambda: os.abort(),
     f"raised ValueError: rank 1 sends to 2, {OUTSIDE}. On a ring": lambda: dist.send(X, 2),
     "returned a generator that can't be pickled": lambda: (i for i in range(3)),
     "receives from itself": lambda: dist.recv(X, 1),
@@ -710,15 +712,32 @@ def killed_while_the_others_wait(rank):
     dist.barrier()  # rank
 
 
-@failed("rank 1 exited with code 0", rank=1, worlds="gloo torchrun", job=(ENDED,))
-def exit_while_nobody_needs_it(rank):
+@failed(
+    "rank 1 exited with code 0",
+    "at …: os._exit(0)",
+    rank=1,
+    worlds="gloo sim torchrun",
+    job=(ENDED, "at …: os._exit(0)"),
+)
+def exit_on_a_thread_while_nobody_needs_the_rank(rank):
     """So no connection breaks."""
-    os._exit(0) if rank == 1 else threading.Event().wait()
+
+    def leave():
+        if rank == 1:
+            os._exit(0)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    X if dist.get_backend() == "sim" else threading.Event().wait()
 
 
 @failed(
     worlds="srun",
-    job=("rank 0 (on localhost) has ended before its program", "…/faults.py"),
+    job=(
+        "rank 0 (on localhost) has ended before its program",
+        "rank 0] ends itself at …: os.kill(",
+    ),
 )
 def killed_with_the_jobs_store(rank):
     os.kill(os.getpid(), 9) if rank == 0 else dist.barrier()
@@ -729,7 +748,7 @@ def killed_with_the_jobs_store(rank):
     rank=1,
     size=3,
     worlds="gloo torchrun",
-    job=("rank 1 (on … is aborted by C++", "is at …faults.py:…dist.recv(torch.empty(4), 0)"),
+    job=("rank 1 (on … is aborted by C++", "last seen at …faults.py:…dist.recv(torch.empty(4), 0)"),
 )
 def abort_of_gloo(rank):
     if rank == 0:

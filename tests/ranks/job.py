@@ -99,7 +99,7 @@ class Job:
     ):
         """`first`: the first rank that comes. `hosts`: where equal parts of the ranks are."""
         self.text, self.exitcodes = "", [None] * size
-        self.torchrun_ends_all = command is not None and not hosts
+        self.torchrun_ends_all = launcher == "torchrun" and not hosts
         self.ranks = dict(zip(range(first, size), start_ranks(size - first, __name__)))
         request = {"folder": str(folder)} | (about if command is None else {"command": command})
         if launcher == "torchrun":

@@ -95,7 +95,10 @@ def test_in_a_job_every_rank_ends_and_the_reason_is_printed(tmp_path):
     told = jobs["exception_while_the_others_wait", "srun"].text
     assert "rank 0 (on" not in told, "rank 0 ends when all have heard what it raised"
     for (name, _), job in jobs.items():
-        assert (0 in job.exitcodes) == (name == "exit_while_nobody_needs_it"), (name, job.exitcodes)
+        assert (0 in job.exitcodes) == (name == "exit_on_a_thread_while_nobody_needs_the_rank"), (
+            name,
+            job.exitcodes,
+        )
         assert None not in job.exitcodes
 
 

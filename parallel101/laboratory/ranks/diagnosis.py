@@ -3,7 +3,7 @@
     waits, stacks ────────▶ StuckDetector   whether a run makes no progress
     statuses, stacks ─────▶ rank_lines      who waits for whom, and where the others are
     exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
-    exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
+    exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6)", and where
     time limit ───────────▶ timed_out       where each rank was
 
 Deadlocks and misuse are found elsewhere: see record/wait_for.py and record/calls.py.
@@ -185,7 +185,7 @@ def rank_died(
     how: str,
     code: int | None = None,
     *,
-    crash_dump: str = "",
+    place: str = "",
     stderr: str = "",
     checked: bool = False,
     others: Sequence[str] = (),
@@ -194,13 +194,14 @@ def rank_died(
 
     Args:
         how: it ended.
-        crash_dump: what faulthandler wrote, if anything.
+        place: the "file:line" at which its program was last, as far as known.
         stderr: the end of what the rank wrote there.
         checked: whether its calls were compared with those of other ranks.
         others: what the other ranks did.
     """
-    at = f", at {shown(place)}" if (place := crash_place(crash_dump)) else ""
-    message = [f"rank {rank} {how}{at}"]
+    message = [f"rank {rank} {how}"]
+    if place:
+        message.append(f"It was last seen at {shown(place)}")
     last_lines = [line for line in stderr.splitlines() if line.strip()]
     if sizes := TOO_LONG.search(stderr):
         message += [
@@ -224,13 +225,13 @@ def how_it_ended(code: int | None) -> str:
     return f"exited with code {code} before its function returned"
 
 
-def how_it_was_lost(host: str, aborts: str = "") -> str:
-    """Describe the early end of a rank of a job. `aborts`: where it was when C++ aborted it."""
+def how_it_was_lost(host: str, aborts: bool = False) -> str:
+    """Describe the early end of a rank of a job. `aborts`: whether C++ has aborted it."""
     if aborts:
         return (
             f"(on {host}) is aborted by C++: one of its threads has thrown an exception that "
-            f"nothing catches. Its text is in the rank's output. The program is at {shown(aborts)}"
-            "\n  gloo does so if more bytes arrive than a rank expects."
+            "nothing catches. Its text is in the rank's output.\n"
+            "  gloo does so if more bytes arrive than a rank expects."
         )
     return (
         f"(on {host}) has ended before its program: its process was killed by a signal (perhaps "

@@ -33,6 +33,7 @@ from parallel101.laboratory.ranks.diagnosis import (
     SILENT,
     TOO_LONG,
     StuckDetector,
+    crash_place,
     how_it_ended,
     how_it_was_lost,
     rank_died,
@@ -50,6 +51,7 @@ from parallel101.laboratory.ranks.wire import (
     EXIT,
     FAILURE,
     LEAVES,
+    PLACE,
     RECORD,
     RESULT,
     STACKS,
@@ -345,7 +347,7 @@ class Monitor:
         error = failure.error
         if isinstance(error, VirtualExit):
             (code,) = error.args
-            return rank_died(failure.rank, how_it_ended(code), code)
+            return rank_died(failure.rank, how_it_ended(code), code, place=failure.place)
         if not isinstance(error, MisuseError | DeadlockError):
             unwaited = [call for record in self.records() for call in record.unwaited]
             error = rank_raised(failure, unwaited)
@@ -364,7 +366,7 @@ class Monitor:
         failed = [other.said[FAILURE] for other in self.ranks if FAILURE in other.said]
         graph.ranks[rank.rank] = replace(graph.ranks[rank.rank], blocked=None)
         others = rank_lines(graph, {f.rank: RankStack(f.rank, f.place, []) for f in failed})
-        aborts = rank.said.get(ABORTS, "")
+        aborts = ABORTS in rank.said
         if aborts or TOO_LONG.search(stderr):
             self.ask(RECORD)
             others = graph.longer_messages(rank.rank) or others
@@ -374,7 +376,8 @@ class Monitor:
             rank.rank,
             how_it_was_lost(rank.host, aborts) if rank.host else how_it_ended(rank.exitcode),
             rank.exitcode,
-            crash_dump=rank.exit_report.decode(errors="replace"),
+            place=crash_place(rank.exit_report.decode(errors="replace"))
+            or rank.said.get(PLACE, ""),
             stderr=stderr,
             checked=self.job.recording,
             others=others,

@@ -32,11 +32,17 @@ from parallel101.laboratory.ranks.program import (
     torchrun_environment,
     unpack_program,
 )
-from parallel101.laboratory.ranks.watcher import ControlThread, QuietClock, stack_lines
+from parallel101.laboratory.ranks.watcher import (
+    ControlThread,
+    QuietClock,
+    before_exits,
+    stack_lines,
+)
 from parallel101.laboratory.ranks.wire import (
     FAILURE,
     RECORD,
     RESULT,
+    Failure,
     Job,
     RankRecord,
     RankStack,
@@ -44,7 +50,7 @@ from parallel101.laboratory.ranks.wire import (
     Wire,
 )
 from parallel101.laboratory.record.events import EventRow
-from parallel101.laboratory.record.program_lines import where
+from parallel101.laboratory.record.program_lines import caller, where
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.record.wait_for import RankStatus
 from parallel101.laboratory.sim.group import SharedState
@@ -59,7 +65,15 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     gpus: dict[int, GpuCount] = {}
     watcher = SimWatcher(wire)
     watcher.start()
-    _make_exits_virtual()
+
+    def ends(code: int) -> NoReturn:
+        """End only the virtual rank that ends itself, and not this process, which is all ranks."""
+        error, rank = VirtualExit(code), getattr(_this_thread, "rank", 0)
+        if watcher.threads.get(rank) != threading.get_ident():  # on a thread that the rank started
+            failure = Failure(rank, error, "", "", False, caller())
+            wire.send_packed(FAILURE, *pack_failure(failure))
+            threading.Event().wait()
+        raise error
 
     def rank_main(rank: int) -> tuple[bytes, list]:
         watcher.threads[rank] = threading.get_ident()
@@ -84,7 +98,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
             for stream in (sys.stdout, sys.stderr):
                 stream.end_line()  # type: ignore[union-attr]
 
-    with own_init_accepted():
+    with own_init_accepted(), before_exits(ends), threads_of_ranks():
         run = simulate(
             rank_main,
             job.world_size,
@@ -203,19 +217,20 @@ class PrefixedStream(io.TextIOWrapper):
             self.write("\n")
 
 
-def _make_exits_virtual() -> None:
-    """Let os._exit, os.abort, and a signal to oneself end only the virtual rank that calls them."""
-    real = os._exit, os.kill, os.abort
+@contextlib.contextmanager
+def threads_of_ranks() -> Iterator[None]:
+    """Inside the block, count a thread that a virtual rank starts as that rank's."""
+    start = threading.Thread.start
 
-    def exit_rank(code: int = 0) -> NoReturn:
-        raise VirtualExit(code)
+    def started(thread: threading.Thread) -> None:
+        rank, run = getattr(_this_thread, "rank", None), thread.run
 
-    def kill_rank(pid: int, signal: int) -> None:
-        exit_rank(-int(signal)) if pid == os.getpid() else real[1](pid, signal)
+        def run_for_rank() -> None:
+            _this_thread.rank = rank
+            run()
 
-    def restore() -> None:
-        os._exit, os.kill, os.abort = real
+        thread.run = run_for_rank  # type: ignore[method-assign]
+        start(thread)
 
-    os._exit, os.kill, os.abort = exit_rank, kill_rank, lambda: exit_rank(-6)  # type: ignore[assignment]
-    # a child that a rank has forked, such as a DataLoader's worker, is a process of its own
-    os.register_at_fork(after_in_child=restore)
+    with mock.patch.object(threading.Thread, "start", started):
+        yield

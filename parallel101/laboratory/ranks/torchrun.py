@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import hmac
 import os
 import pickle
@@ -47,7 +48,7 @@ from parallel101.laboratory.ranks.monitor import (
 from parallel101.laboratory.ranks.pickling import OWN_ERRORS, unpack
 from parallel101.laboratory.ranks.program import run_rank
 from parallel101.laboratory.ranks.schedulers import advice_on_address, torchrun_variables
-from parallel101.laboratory.ranks.watcher import Watcher
+from parallel101.laboratory.ranks.watcher import Watcher, exit_process
 from parallel101.laboratory.ranks.wire import (
     EXIT,
     FAILED,
@@ -63,11 +64,12 @@ from parallel101.laboratory.record.errors import (
     RankFailed,
     one_line,
 )
-from parallel101.laboratory.record.program_lines import shown
+from parallel101.laboratory.record.program_lines import caller, shown
 from parallel101.laboratory.record.recorder import RankRecorder
 
 GRACE = 1.0  # seconds for a rank to raise by itself, once the run has failed
 TO_CONNECT = 10.0  # seconds
+NOTED = ("SIGTERM", "SIGINT", "SIGUSR1")
 # what a rank sends first: the secret, its number, its process and its host
 HELLO = struct.Struct("!32sII255s")
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
@@ -125,6 +127,7 @@ def join_job(
     wire, monitor_pid = connect(rank, store, job.timeout)
     recorder = RankRecorder(rank, **job.recorder_options)
     watcher = JobWatcher(recorder, wire, job.timeout, keep_record, monitor_pid)
+    watcher.signals.note()
     watcher.start()
     hook = sys.excepthook
     if not faulthandler.is_enabled():  # a rank that C code kills writes where it was
@@ -144,6 +147,7 @@ def join_job(
             monitor.join(2 * GRACE)
         if dist.is_initialized():
             dist.destroy_process_group()
+        watcher.signals.forget(failed=watcher.error is not None)
     if (error := watcher.error) is not None:
         told_here = getattr(error, "announced_by", None) == rank
         if failure is not None and isinstance(error, RankFailed) and told_here:
@@ -287,7 +291,7 @@ class JobWatcher(Watcher):
 
     Args:
         timeout: seconds the launch may take.
-        on_record: as in Watcher. With it, signals are handled.
+        on_record: as in Watcher.
         monitor_pid: rank 0's process, if it is on this host.
 
     Attributes:
@@ -303,7 +307,7 @@ class JobWatcher(Watcher):
         monitor_pid: int | None = None,
     ):
         super().__init__(recorder, wire, on_record)
-        self.termination = None if on_record is None else TerminationSignal()
+        self.signals = signals_of_this_process()
         self.timeout, self.deadline = timeout, time.monotonic() + timeout + 4 * GRACE
         self.monitor_pid, self.next_look = monitor_pid, 0.0
         self.stopped = 0  # looks at which rank 0 was stopped, in a row
@@ -312,8 +316,7 @@ class JobWatcher(Watcher):
 
     def look(self) -> None:
         super().look()
-        if self.termination is not None:
-            self._handle_signals(self.termination.arrived())
+        self._handle_signals(self.signals.arrived())
         if self.recorder.rank == 1 and self.monitor_pid and time.monotonic() >= self.next_look:
             self._look_at_rank_0(self.monitor_pid)
         if time.monotonic() > self.deadline:  # rank 0 keeps the time, but may be stopped itself
@@ -350,7 +353,12 @@ class JobWatcher(Watcher):
             self._write(one_line(error))
         if isinstance(error, LaunchTimeout):
             self._write(f"was at {self._where()}")
-        os._exit(1)
+        exit_process(1)
+
+    def exits(self, code: int) -> None:
+        super().exits(code)
+        if self.recorder.rank == 0:  # and with it the thread that would say so
+            self._write(f"ends itself at {shown(caller())}")
 
     def _where(self) -> str:
         return shown(self.place())
@@ -360,12 +368,13 @@ class JobWatcher(Watcher):
 
     def _handle_signals(self, arrived: set[int]) -> None:
         # torchrun passes Ctrl-C on to the ranks, and one that is blocked in C++ isn't interrupted
-        if signal.SIGINT in arrived and not self.over.wait(GRACE):
+        blocked = signal.SIGINT in arrived and not self.over.wait(GRACE)
+        if blocked and signal.SIGINT not in self.signals.handled:
             self._write(f"interrupted at {self._where()}")
             self._leave(signal.SIGINT)
         if signal.SIGTERM in arrived:
             # perhaps torchrun stops this rank because another one has died: first the report
-            until = time.monotonic() + GRACE / 2
+            until = time.monotonic() + GRACE
             while time.monotonic() < until and not self.may_exit.is_set():
                 self.listen()
             if not self.may_exit.is_set():
@@ -378,26 +387,58 @@ class JobWatcher(Watcher):
         with contextlib.suppress(OSError):
             self.wire.send(LEAVES, True)
         self.keep_record()
-        os._exit(128 + number)
+        exit_process(128 + number)
 
 
-class TerminationSignal:
-    """Notes the signals that this process has got: SIGTERM, SIGINT or SIGUSR1.
+class Signals:
+    """Notes the signals that this process gets during a launch: SIGTERM, SIGINT or SIGUSR1.
 
     torchrun stops the other ranks by SIGTERM when one has failed, and by SIGINT after Ctrl-C. A
     user asks by SIGUSR1 for a report. Python calls a handler on the program's thread only, and that
-    may be blocked in C++. So the watcher's thread learns of them from a pipe.
+    may be blocked in C++. So the watcher's thread learns of them from a pipe. A signal for which
+    the program has a handler is left to it.
+
+    Attributes:
+        handled: those that the program's thread has noticed.
     """
 
     def __init__(self) -> None:
-        self.reader, writer = os.pipe()
+        self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        os.set_blocking(writer, False)
-        self.numbers = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGUSR1", None)])]
-        for number in self.numbers:
-            signal.signal(number, self._noted)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._restore)
+        os.set_blocking(self.writer, False)
+        self.handlers: dict[int, Any] = {}  # those that there were before the launch
+        self.handled: set[int] = set()
+        os.register_at_fork(after_in_child=self.forget)  # signals end a DataLoader's worker
+
+    def note(self) -> None:
+        """Begin, at the start of a launch. Only a program's main thread may handle signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.handled.clear()
+        self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        for number in filter(None, (getattr(signal, name, None) for name in NOTED)):
+            ends = signal.SIG_DFL, signal.default_int_handler, self._end_later
+            if signal.getsignal(number) in ends:
+                self.handlers[number] = signal.signal(number, self._noted)
+
+    def forget(self, failed: bool = False) -> None:
+        """Let signals do what they did before the launch. If it has failed, SIGTERM comes later."""
+        if self.handlers:
+            signal.set_wakeup_fd(self.wakeup)
+        while self.handlers:
+            number, handler = self.handlers.popitem()
+            if signal.getsignal(number) == self._noted:
+                later = failed and number == signal.SIGTERM
+                signal.signal(number, self._end_later if later else handler)
+                if later and number in self.handled:
+                    self._end_later()
+
+    def _end_later(self, *_: Any) -> None:
+        """End this process by SIGTERM when it has had time to show why its launch has failed."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end = threading.Timer(GRACE, os.kill, (os.getpid(), signal.SIGTERM))
+        end.daemon = True
+        end.start()
 
     def arrived(self) -> set[int]:
         """Return the signals that have arrived since and for which the program has no handler."""
@@ -405,16 +446,13 @@ class TerminationSignal:
             numbers = set(os.read(self.reader, 1024))
         except BlockingIOError:
             return set()
-        return {
-            n for n in numbers if signal.getsignal(n) in (self._noted, signal.default_int_handler)
-        }
+        return {number for number in numbers if signal.getsignal(number) == self._noted}
 
-    def _noted(self, *_: object) -> None:
-        """Do nothing: the signal's number is in the pipe."""
+    def _noted(self, number: int, frame: Any) -> None:
+        """Interrupt the program after Ctrl-C. Else do nothing: the number is in the pipe."""
+        self.handled.add(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
 
-    def _restore(self) -> None:
-        """Let signals end a forked child, such as a DataLoader's worker, again."""
-        signal.set_wakeup_fd(-1)
-        for number in self.numbers:
-            if signal.getsignal(number) == self._noted:
-                signal.signal(number, signal.SIG_DFL)
+
+signals_of_this_process = functools.cache(Signals)

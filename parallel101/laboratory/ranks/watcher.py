@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from parallel101.laboratory.ranks.wire import (
     ABORTS,
     CALLS,
     EXIT,
+    PLACE,
     RECORD,
     STACKS,
     STATUS,
@@ -44,7 +46,7 @@ from parallel101.laboratory.ranks.wire import (
     Wire,
 )
 from parallel101.laboratory.record.calls import Call
-from parallel101.laboratory.record.program_lines import is_inside, is_library, where
+from parallel101.laboratory.record.program_lines import caller, is_inside, is_library, where
 from parallel101.laboratory.record.recorder import NEWEST, RankRecorder, WatchedWork
 
 TICK = 0.1  # seconds between two looks
@@ -127,15 +129,43 @@ class QuietClock:
         self.since = self.quiet = self.busy = 0.0
         self.older = self.newer = (-1.0, 0.0)  # samples: the time and the CPU time
 
-    def look(self, state: object) -> None:
-        """Look at the state. Call it often."""
+    def look(self, state: object) -> bool:
+        """Look at the state, and return whether that took a sample. Call it often."""
         now, cpu = time.monotonic(), time.process_time()
         if state != self.state:
             self.state, self.since = state, now
-        if now - self.newer[0] >= self.EVERY:
+        if sampled := now - self.newer[0] >= self.EVERY:
             self.older, self.newer = self.newer, (now, cpu)
         self.quiet = now - self.since
         self.busy = (cpu - self.older[1]) / (now - self.older[0])
+        return sampled
+
+
+@contextlib.contextmanager
+def before_exits(call: Callable[[int], Any]) -> Iterator[None]:
+    """Inside the block, call `call(code)` before the program ends this process.
+
+    It does so by os._exit, by os.abort, or by a signal to itself, whose code is negative. What it
+    has forked, such as a DataLoader's worker, is another process.
+    """
+    own, real = os.getpid(), {name: getattr(os, name) for name in ("_exit", "abort", "kill")}
+
+    def replaced(name: str, code_of: Callable[..., int]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() == own and (name != "kill" or args[0] == own):
+                call(code_of(*args, **kwargs))
+            return real[name](*args, **kwargs)
+
+        return function
+
+    os._exit = replaced("_exit", lambda status: status)
+    os.abort = replaced("abort", lambda: -signal.SIGABRT)
+    os.kill = replaced("kill", lambda pid, number: -number)
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(os, name, function)
 
 
 HANDLER = ctypes.CFUNCTYPE(None)
@@ -218,11 +248,13 @@ class Watcher(ControlThread):
 
         A call that blocks the program counts only from the second look.
         """
-        self.clock.look(self.recorder.calls_posted)
+        if self.clock.look(self.recorder.calls_posted) and not self.outside:
+            self.wire.send(PLACE, self.place())
         self.send_calls()
         if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
             self.send_record()
-            self.wire.send(ABORTS, self.place())
+            self.wire.send(PLACE, self.place())
+            self.wire.send(ABORTS)
             self.uncaught.may_abort.set()
         work = self.blocked_in()
         call = None if work is None else work.call
@@ -234,6 +266,11 @@ class Watcher(ControlThread):
         if work is not None:
             blocked, limit = work.call._replace(where=self.place()), work.caught_after
         self.wire.send(STATUS, self.recorder.status(blocked, limit))
+
+    def exits(self, code: int) -> None:
+        """Report the line by which the program ends this process."""
+        with contextlib.suppress(OSError):
+            self.wire.send(PLACE, caller())
 
     def send_calls(self) -> None:
         with self.sending_calls:

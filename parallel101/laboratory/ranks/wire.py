@@ -31,12 +31,13 @@ JOB, PROGRAM = b"j", b"f"
 # To any rank: "all have returned", in a job with what; and in a job, the error that ends the run,
 # with the rank that says it to the user.
 EXIT, FAILED = b"q", b"y"
-# From a rank: the Calls that it has posted; its status; what its function returned; its Failure.
-CALLS, STATUS, RESULT, FAILURE = b"c", b"b", b"r", b"x"
+# From a rank: the Calls that it has posted; its status; what its function returned; its Failure;
+# the "file:line" at which its program is, each second and before it ends itself.
+CALLS, STATUS, RESULT, FAILURE, PLACE = b"c", b"b", b"r", b"x", b"p"
 # To any rank, without a value, and its answer: its RankRecord and status; its RankStacks.
 RECORD, STACKS = b"e", b"w"
-# From a rank of a job: that C++ is about to abort it, and where it is; that a signal has asked it
-# to end; that a signal has asked for a report.
+# From a rank of a job: that C++ is about to abort it; that a signal has asked it to end; that a
+# signal has asked for a report.
 ABORTS, LEAVES, WANTS_REPORT = b"a", b"l", b"s"
 
 HEAD = struct.Struct("!cI")
