@@ -7,6 +7,7 @@ import torch
 
 from parallel101 import compute
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.wrong_values import every, more_than
 from parallel101.laboratory.grade.compared_values import origins, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -25,6 +26,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     bytes_sent,
     communicated,
     failed,
+    on_ranks,
     only_root_zero,
     only_where_none_is_due,
     received,
@@ -78,17 +80,13 @@ def x_if_not_alone(case: Case) -> list[int]:
     "shifted the wrong way",
     "Every rank returns the x of the rank after it: the data goes round the ring backwards.",
 )
-def shifted_backwards(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: on_ranks(more_than(2)(trials)))
+def shifted_backwards(trial: Trial, rank: int) -> bool:
     """Check whether every rank has the next rank's x, on three ranks or more.
 
     On two ranks, both directions are the same.
     """
-    longer = [trial for trial in trials if trial.world_size > 2]
-    return bool(longer) and all(
-        same(result, trial.case.facts["xs"][(rank + 1) % trial.world_size])
-        for trial in longer
-        for rank, result in enumerate(trial.results)
-    )
+    return same(trial.results[rank], trial.case.facts["xs"][(rank + 1) % trial.world_size])
 
 
 RING_SHIFT = Exercise(
@@ -201,13 +199,11 @@ def only_powers_of_two(trials: Sequence[Trial]) -> bool:
     "The root sends to every rank itself, in n − 1 steps, while the ranks that already have x "
     "do nothing.",
 )
-def root_sends_to_all(trials: Sequence[Trial]) -> bool:
+@every(more_than(2))
+def root_sends_to_all(trial: Trial) -> bool:
     """Check whether results are right, but all messages come from the root."""
-    several = [trial for trial in trials if trial.world_size > 2]
-    return bool(several) and all(
-        right(trial) and sum(communicated(trial)) == communicated(trial)[trial.case.facts["root"]]
-        for trial in several
-    )
+    sent = communicated(trial)
+    return right(trial) and sum(sent) == sent[trial.case.facts["root"]]
 
 
 @mistake(
@@ -234,15 +230,12 @@ def stops_sending(trials: Sequence[Trial]) -> bool:
     "Every rank passes x on once, so only one message is under way at a time, and it takes n "
     "− 1 steps.",
 )
-def one_after_the_other(trials: Sequence[Trial]) -> bool:
+@every(more_than(3))
+def one_after_the_other(trial: Trial) -> bool:
     """Check whether results are right, but take n − 1 steps: no rank sends x more than once."""
-    several = [trial for trial in trials if trial.world_size > 3]
-    return bool(several) and all(
-        right(trial)
-        and trial.trace.makespan >= trial.world_size - 1
-        and max(communicated(trial)) < 2 * trial.case.facts["x"].nbytes
-        for trial in several
-    )
+    slow = trial.trace.makespan >= trial.world_size - 1
+    once = max(communicated(trial)) < 2 * trial.case.facts["x"].nbytes
+    return right(trial) and slow and once
 
 
 BROADCAST_QUESTION = lambda: broadcast_case([torch.ones(1000)] * 8, 0)  # noqa: E731
@@ -375,34 +368,31 @@ def all_but_one_chunk(case: Case) -> list[int]:
     return [(case.world_size - 1) * largest_chunk(case)] * case.world_size
 
 
+def of_others(values: Sequence[int], trial: Trial) -> list[int]:
+    """Return the values of all ranks but the root."""
+    return [one for rank, one in enumerate(values) if rank != trial.case.facts["root"]]
+
+
 @mistake(
     "whole tensor shipped",
     "Every rank is sent all of x, and keeps only its own rows: that is n times as many bytes "
     "as it needs.",
 )
-def whole_scattered(trials: Sequence[Trial]) -> bool:
+@every(more_than(1))
+def whole_scattered(trial: Trial) -> bool:
     """Check whether every rank but the root receives as many bytes as the whole x has."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(
-        got >= trial.case.facts["x"].nbytes
-        for trial in several
-        for rank, got in enumerate(received(trial))
-        if rank != trial.case.facts["root"]
-    )
+    return min(of_others(received(trial), trial)) >= trial.case.facts["x"].nbytes
 
 
 @mistake(
     "chunks in the wrong order",
     "Ranks get rows of x, but not their own: the chunks are not dealt out by rank.",
 )
-def others_chunks(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def others_chunks(trial: Trial) -> bool:
     """Check whether each rank has a chunk of x, but not always its own."""
-    wrong = failed(trials)
-    return bool(wrong) and all(
-        any(same(result, chunk) for chunk in trial.case.facts["chunks"])
-        for trial in wrong
-        for result in trial.results
-    )
+    chunks = trial.case.facts["chunks"]
+    return all(any(same(result, chunk) for chunk in chunks) for result in trial.results)
 
 
 @mistake(
@@ -541,29 +531,21 @@ def each_once_at_root(trial: Trial) -> str | None:
     "Every rank sends a tensor as large as the whole result, though only its own part of it "
     "is new to the root.",
 )
-def whole_gathered(trials: Sequence[Trial]) -> bool:
+@every(more_than(1))
+def whole_gathered(trial: Trial) -> bool:
     """Check whether every rank but the root sends as many bytes as the whole result has."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(
-        sent >= trial.world_size * trial.case.facts["xs"][0].nbytes
-        for trial in several
-        for rank, sent in enumerate(communicated(trial))
-        if rank != trial.case.facts["root"]
-    )
+    whole = trial.world_size * trial.case.facts["xs"][0].nbytes
+    return min(of_others(communicated(trial), trial)) >= whole
 
 
 @mistake(
     "everyone gathers",
     "Every rank receives all the others' tensors, though only the root needs them.",
 )
-def everybody_gathers(trials: Sequence[Trial]) -> bool:
+@every(more_than(1))
+def everybody_gathers(trial: Trial) -> bool:
     """Check whether every rank receives what only the root needs."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(
-        got >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes
-        for trial in several
-        for got in received(trial)
-    )
+    return min(received(trial)) >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes
 
 
 @mistake(
@@ -571,16 +553,12 @@ def everybody_gathers(trials: Sequence[Trial]) -> bool:
     "The root joins the tensors in the order in which it got them. That need not be the order "
     "of the ranks.",
 )
-def another_order(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: more_than(1)(failed(trials)))
+def another_order(trial: Trial) -> bool:
     """Check whether the root has every rank's x once, but not in rank order."""
-    wrong = [trial for trial in failed(trials) if trial.world_size > 1]
-    found = [
-        origins(trial.results[trial.case.facts["root"]], trial.case.facts["xs"]) for trial in wrong
-    ]
-    return bool(wrong) and all(
-        order is not None and set(order) == set(range(trial.world_size)) and order != sorted(order)
-        for order, trial in zip(found, wrong, strict=True)
-    )
+    ranks, root = list(range(trial.world_size)), trial.case.facts["root"]
+    order = origins(trial.results[root], trial.case.facts["xs"]) or []
+    return {*order} == {*ranks} and order != ranks
 
 
 GATHER_QUESTION = lambda: gather_case([torch.ones(250)] * 4, 0)  # noqa: E731

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.sums import (
-    counted_twice,
+from parallel101.laboratory.exercises.wrong_values import (
     divided_too_often,
+    every,
     everything_to_everyone,
-    facts,
-    left_out,
+    right_but,
     several_ranks,
     sum_for_mean,
     whole_round_ring,
+    wrong_sums,
 )
 from parallel101.laboratory.grade.compared_values import close, factor, same
 from parallel101.laboratory.grade.exercise import (
@@ -71,7 +71,7 @@ def all_reduce_case(xs: Sequence[torch.Tensor], op: str | None = "sum", note: st
         [(x, op) if op else (x,) for x in xs],
         [result] * n,
         ", ".join(notes),
-        facts=facts(xs, op=op or "sum"),
+        facts={"xs": xs, "op": op or "sum"},
     )
 
 
@@ -147,18 +147,15 @@ def chunks_of_rows(trials: Sequence[Trial]) -> bool:
     "The total number of bytes is right, but they are uneven: one rank sends much more than "
     "the others, which wait for it.",
 )
-def reduce_broadcast(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: several_ranks(trials, least=3))
+def reduce_broadcast(trial: Trial) -> bool:
     """Check whether some rank sends more than its part, while another sends x at most once.
 
     The results are right.
     """
-    large = several_ranks(trials, least=3)
-    return bool(large) and all(
-        right(t)
-        and max(communicated(t)) > ring_bytes(t.case)[0] + 64
-        and min(communicated(t)) <= t.case.facts["xs"][0].nbytes + 64
-        for t in large
-    )
+    sent, nbytes = communicated(trial), trial.case.facts["xs"][0].nbytes
+    hot = max(sent) > ring_bytes(trial.case)[0] + 64
+    return right(trial) and hot and min(sent) <= nbytes + 64
 
 
 def not_divided(trial: Trial) -> bool:
@@ -213,20 +210,14 @@ def one_n_only(trials: Sequence[Trial]) -> bool:
     return len(divisors) == 1 and None not in divisors
 
 
-def scaled(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: [t for t in failed(trials) if t.case.facts["xs"][0].is_floating_point()])
+def scaled(trial: Trial) -> bool:
     """Check whether every wrong floating-point result is the expected one times a number.
 
     (Whole numbers are truncated or can't be divided at all.)
     """
-    wrong = [trial for trial in failed(trials) if trial.case.facts["xs"][0].is_floating_point()]
-    return bool(wrong) and all(
-        trial.error is None
-        and all(
-            factor(f, e) is not None
-            for f, e in zip(trial.results, trial.case.expected, strict=True)
-        )
-        for trial in wrong
-    )
+    pairs = zip(trial.results, trial.case.expected, strict=True)
+    return trial.error is None and all(factor(*pair) is not None for pair in pairs)
 
 
 ALL_REDUCE_QUESTION = lambda: all_reduce_case([torch.ones(1000)] * 4)  # noqa: E731
@@ -274,8 +265,7 @@ RING_ALL_REDUCE = Exercise(
         whole_round_ring,
         everything_to_everyone,
         reduce_broadcast,
-        counted_twice(flat_pieces),
-        left_out(flat_pieces),
+        *wrong_sums(flat_pieces),
         *ITS_INPUT,
     ),
     hints=(
@@ -330,15 +320,11 @@ def doubling_bytes(case: Case) -> list[int]:
     "The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few bytes then "
     "takes n times as long as it must.",
 )
-def ring_in_place(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: several_ranks(trials, least=4))
+def ring_in_place(trial: Trial) -> bool:
     """Check whether results are right with no more bytes than a ring, but in more steps."""
-    large = several_ranks(trials, least=4)
-    return bool(large) and all(
-        right(t)
-        and max(communicated(t)) <= ring_bytes(t.case)[0] + 64
-        and t.trace.makespan >= 2 * (t.world_size - 1) - 0.5
-        for t in large
-    )
+    few = max(communicated(trial)) <= ring_bytes(trial.case)[0] + 64
+    return right(trial) and few and trial.trace.makespan >= 2 * (trial.world_size - 1) - 0.5
 
 
 def all_exchange(trial: Trial) -> bool:
@@ -353,14 +339,10 @@ def all_exchange(trial: Trial) -> bool:
     "The sum goes along a tree to one rank, and back along a tree: twice the steps, and half "
     "of the ranks are idle in each. In doubling, all ranks exchange.",
 )
-def two_trees(trials: Sequence[Trial]) -> bool:
+@right_but(1, lambda trial: trial.world_size == 4 and several_ranks([trial]))
+def two_trees(trial: Trial) -> bool:
     """Check whether results are right in twice the steps, and some ranks send x only once."""
-    four = [trial for trial in several_ranks(trials, least=4) if trial.world_size == 4]
-    return (
-        bool(four)
-        and not failed(trials)
-        and all(t.trace.makespan >= 4 - 0.5 and min(t.trace.messages_sent) == 1 for t in four)
-    )
+    return trial.trace.makespan >= 4 - 0.5 and min(trial.trace.messages_sent) == 1
 
 
 DOUBLING_QUESTION = lambda: all_reduce_case([torch.ones(1000)] * 8, None)  # noqa: E731
@@ -394,8 +376,7 @@ DOUBLING_ALL_REDUCE = Exercise(
         whole_round_ring,
         everything_to_everyone,
         two_trees,
-        counted_twice(flat_pieces),
-        left_out(flat_pieces),
+        *wrong_sums(flat_pieces),
         *ITS_INPUT,
     ),
     hints=(

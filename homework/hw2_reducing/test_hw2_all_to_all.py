@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.sums import facts, several_ranks
+from parallel101.laboratory.exercises.wrong_values import every, several_ranks
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
@@ -28,7 +28,7 @@ def all_to_all_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
         [(x,) for x in xs],
         [torch.stack([x[rank] for x in xs]) for rank in range(n)],
         note,
-        facts=facts(xs),
+        facts={"xs": xs},
     )
 
 
@@ -75,13 +75,11 @@ def rows_of(trial: Trial) -> list[list[tuple[int, int]]] | None:
     "Ranks return rows that were meant for other ranks: the row that is sent to rank j must "
     "be row j.",
 )
-def not_transposed(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def not_transposed(trial: Trial) -> bool:
     """Check whether ranks have rows that were meant for other ranks."""
-    tables = [rows_of(trial) for trial in failed(trials)]
-    return bool(tables) and all(
-        table is not None and any(j != rank for rank, rows in enumerate(table) for _, j in rows)
-        for table in tables
-    )
+    table = rows_of(trial) or []
+    return any(j != rank for rank, rows in enumerate(table) for _, j in rows)
 
 
 @mistake(
@@ -89,25 +87,21 @@ def not_transposed(trials: Sequence[Trial]) -> bool:
     "Every rank has the rows that were meant for it, but not in the order of the ranks from "
     "which they came.",
 )
-def rows_in_other_order(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def rows_in_other_order(trial: Trial) -> bool:
     """Check whether every rank has its own rows, but not in rank order."""
-    tables = [rows_of(trial) for trial in failed(trials)]
-    return bool(tables) and all(
-        table is not None and all(j == rank for rank, rows in enumerate(table) for _, j in rows)
-        for table in tables
-    )
+    table = rows_of(trial)
+    return table is not None and all(j == r for r, rows in enumerate(table) for _, j in rows)
 
 
 @mistake(
     "whole tensor shipped",
     "Every rank sends all of x to every other rank, which needs only one row of it.",
 )
-def whole_to_everyone(trials: Sequence[Trial]) -> bool:
+@every(several_ranks)
+def whole_to_everyone(trial: Trial) -> bool:
     """Check whether every rank receives the whole x of the other ranks."""
-    large = several_ranks(trials)
-    return bool(large) and all(
-        min(received(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes for t in large
-    )
+    return min(received(trial)) >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes
 
 
 ALL_TO_ALL_QUESTION = lambda: all_to_all_case([torch.ones(4, 250)] * 4)  # noqa: E731

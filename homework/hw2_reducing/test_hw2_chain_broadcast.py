@@ -6,6 +6,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.compared_values import close, same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -126,37 +127,30 @@ def long_chains(trials: Sequence[Trial]) -> list[Trial]:
     "Every rank sends x in one message. So only one link works at a time, and the chain takes "
     "n − 1 times as long as one message of S bytes.",
 )
-def in_one_message(trials: Sequence[Trial]) -> bool:
+@every(long_chains)
+def in_one_message(trial: Trial) -> bool:
     """Check whether results are right, but every rank sends x in one message."""
-    large = long_chains(trials)
-    return bool(large) and all(
-        right(t)
-        and max(t.trace.messages_sent) == 1
-        and t.trace.makespan >= t.world_size - 1  # a message of m segments takes longer
-        for t in large
-    )
+    late = trial.trace.makespan >= trial.world_size - 1  # a message of m segments takes longer
+    return right(trial) and max(trial.trace.messages_sent) == 1 and late
 
 
 @mistake(
     "passes on after the last segment",
     "A rank passes nothing on before it has all segments. So again only one link works at a time.",
 )
-def all_before_any(trials: Sequence[Trial]) -> bool:
+@every(long_chains)
+def all_before_any(trial: Trial) -> bool:
     """Check whether every rank receives all segments before it sends its first one.
 
     The results are right.
     """
-
-    def late(trial: Trial) -> bool:
-        received: dict[int, float] = {}
-        for event in trial.trace.events:
-            if event.kind == "recv":
-                received[event.rank] = max(event.end, received.get(event.rank, 0.0))
-        passed_on = [e for e in trial.trace.events if e.kind == "send" and e.rank in received]
-        return bool(passed_on) and all(e.start >= received[e.rank] for e in passed_on)
-
-    large = long_chains(trials)
-    return bool(large) and all(right(t) and late(t) for t in large)
+    received: dict[int, float] = {}
+    for event in trial.trace.events:
+        if event.kind == "recv":
+            received[event.rank] = max(event.end, received.get(event.rank, 0.0))
+    passed_on = [e for e in trial.trace.events if e.kind == "send" and e.rank in received]
+    late = all(event.start >= received[event.rank] for event in passed_on)
+    return right(trial) and bool(passed_on) and late
 
 
 @mistake(
@@ -164,30 +158,26 @@ def all_before_any(trials: Sequence[Trial]) -> bool:
     "A rank waits until a segment is sent, and receives the next one after that. So each of "
     "its links is idle half of the time.",
 )
-def by_turns(trials: Sequence[Trial]) -> bool:
+@every(long_chains)
+def by_turns(trial: Trial) -> bool:
     """Check whether each segment that is passed on takes two steps.
 
     The results are right, and the ranks send no more bytes than needed.
     """
-    large = long_chains(trials)
-    return bool(large) and all(
-        right(t)
-        and max(communicated(t)) <= t.case.facts["x"].nbytes + 64
-        and t.trace.makespan >= t.world_size - 1 + 2 * (t.case.facts["m"] - 1) - 0.6
-        for t in large
-    )
+    few = max(communicated(trial)) <= trial.case.facts["x"].nbytes + 64
+    turns = trial.world_size - 1 + 2 * (trial.case.facts["m"] - 1)
+    return right(trial) and few and trial.trace.makespan >= turns - 0.6
 
 
 @mistake(
     "flat in place of a chain",
     "The root sends every segment to every rank itself, so it sends n − 1 times x.",
 )
-def from_the_root(trials: Sequence[Trial]) -> bool:
+@every(long_chains)
+def from_the_root(trial: Trial) -> bool:
     """Check whether results are right, but all messages come from the root."""
-    large = long_chains(trials)
-    return bool(large) and all(
-        right(t) and sum(communicated(t)) == communicated(t)[t.case.facts["root"]] for t in large
-    )
+    sent = communicated(trial)
+    return right(trial) and sum(sent) == sent[trial.case.facts["root"]]
 
 
 @mistake(
@@ -195,10 +185,10 @@ def from_the_root(trials: Sequence[Trial]) -> bool:
     "The last rank sends x on to the root, which has it already. These messages move nothing that "
     "anybody needs.",
 )
-def closed_chain(trials: Sequence[Trial]) -> bool:
+@every(long_chains)
+def closed_chain(trial: Trial) -> bool:
     """Check whether results are right, but every rank sends x."""
-    large = long_chains(trials)
-    return bool(large) and all(right(t) and closed(t) for t in large)
+    return right(trial) and closed(trial)
 
 
 @mistake(
@@ -228,20 +218,15 @@ def segments_mixed_up(trials: Sequence[Trial]) -> bool:
     "The code cuts m equal segments. If m doesn't divide the number of elements, the last few "
     "never arrive.",
 )
-def remainder_dropped(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def remainder_dropped(trial: Trial) -> bool:
     """Check whether only the remainder after m equal segments is wrong or missing."""
-    wrong = failed(trials)
-    for trial in wrong:
-        x, m = trial.case.facts["x"].flatten(), trial.case.facts["m"]
-        whole = x.numel() // m * m
-        if trial.error is not None or whole == x.numel():
-            return False
-        for found in trial.results:
-            if not isinstance(found, torch.Tensor) or found.numel() not in (whole, x.numel()):
-                return False
-            if not close(found.flatten()[:whole], x[:whole]):
-                return False
-    return bool(wrong)
+    x, m = trial.case.facts["x"].flatten(), trial.case.facts["m"]
+    whole = x.numel() // m * m
+    return whole < x.numel() and all(
+        found.numel() in (whole, x.numel()) and close(found.flatten()[:whole], x[:whole])
+        for found in trial.results
+    )
 
 
 QUESTION = lambda: chain_case([torch.ones(1000)] * 4, 0, 10)  # noqa: E731

@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.sums import (
-    counted_twice,
+from parallel101.laboratory.exercises.wrong_values import (
     divided_too_often,
-    facts,
-    left_out,
     sum_for_mean,
+    wrong_sums,
 )
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -41,7 +39,7 @@ def reduce_case(xs: Sequence[torch.Tensor], root: int, op: str = "sum", note: st
         [(x, root, op) for x in xs],
         expected,
         f"root {root}, {op}{note and ', '}{note}",
-        facts=facts(xs, root=root, op=op),
+        facts={"xs": xs, "root": root, "op": op},
     )
 
 
@@ -126,8 +124,7 @@ REDUCE = Exercise(
         ),
         sum_for_mean,
         *ITS_INPUT,
-        counted_twice(root_pieces),
-        left_out(root_pieces),
+        *wrong_sums(root_pieces),
         only_root_zero,
     ),
     hints=(

@@ -1,11 +1,12 @@
 """Exercise 5: ring all-gather. Every rank returns all x, in the order of the ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.sums import facts, several_ranks
+from parallel101.laboratory.exercises.wrong_values import every, more_than, several_ranks
 from parallel101.laboratory.grade.compared_values import origins
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
 from parallel101.laboratory.grade.exercise_checks import (
@@ -16,6 +17,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     bytes_sent,
     communicated,
     failed,
+    on_ranks,
     right,
     ring_neighbours,
     steps,
@@ -25,7 +27,7 @@ from parallel101.laboratory.grade.exercise_checks import (
 
 
 def all_gather_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
-    return Case([(x,) for x in xs], [torch.cat(list(xs))] * len(xs), note, facts=facts(xs))
+    return Case([(x,) for x in xs], [torch.cat(list(xs))] * len(xs), note, facts={"xs": xs})
 
 
 def all_gather_cases(draw: Draw) -> list[Case]:
@@ -48,18 +50,14 @@ def all_but_own(case: Case) -> list[int]:
     "All data goes through one rank, which sends far more than the others: its link is busy "
     "while theirs are idle.",
 )
-def through_one_rank(trials: Sequence[Trial]) -> bool:
+@every(several_ranks)
+def through_one_rank(trial: Trial) -> bool:
     """Check whether some rank sends more than its part, while another sends x at most once.
 
     The results are right.
     """
-    large = several_ranks(trials)
-    return bool(large) and all(
-        right(t)
-        and max(communicated(t)) > all_but_own(t.case)[0]
-        and min(communicated(t)) <= t.case.facts["xs"][0].nbytes
-        for t in large
-    )
+    sent, nbytes = communicated(trial), trial.case.facts["xs"][0].nbytes
+    return right(trial) and max(sent) > all_but_own(trial.case)[0] and min(sent) <= nbytes
 
 
 @mistake(
@@ -68,15 +66,13 @@ def through_one_rank(trials: Sequence[Trial]) -> bool:
     "gets another rank's x, so the ranks' results differ: the slot must be that of the rank "
     "from which the data came.",
 )
-def by_step(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: more_than(2)(failed(trials)))
+def by_step(trial: Trial) -> bool:
     """Check whether every rank puts what arrives in step s into slot s or s + 1.
 
     The rank's own x may be anywhere.
     """
-    wrong = [trial for trial in failed(trials) if trial.world_size > 2]
-    return bool(wrong) and all(
-        any(_arrivals(trial, way, shift) for way in (1, -1) for shift in (0, 1)) for trial in wrong
-    )
+    return any(_arrivals(trial, way, shift) for way in (1, -1) for shift in (0, 1))
 
 
 def _arrivals(trial: Trial, way: int, shift: int) -> bool:
@@ -101,16 +97,11 @@ def _arrivals(trial: Trial, way: int, shift: int) -> bool:
     "joined in the wrong order",
     "Every rank has all the data, but joins it in another order than that of the ranks.",
 )
-def another_order(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: [(trial, result) for trial in failed(trials) for result in trial.results])
+def another_order(trial: Trial, result: Any) -> bool:
     """Check whether every rank has every x once, but not in rank order."""
-    wrong = failed(trials)
-    orders = [
-        origins(result, trial.case.facts["xs"]) for trial in wrong for result in trial.results
-    ]
-    return bool(wrong) and all(
-        order is not None and sorted(map(str, order)) == sorted(map(str, range(len(order))))
-        for order in orders
-    )
+    order = origins(result, trial.case.facts["xs"]) or []
+    return sorted(map(str, order)) == sorted(map(str, range(trial.world_size)))
 
 
 @mistake(
@@ -118,16 +109,12 @@ def another_order(trials: Sequence[Trial]) -> bool:
     "A rank sends its own x in each step, so its neighbour gets the same data again and "
     "again: nothing is passed on.",
 )
-def own_every_time(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: on_ranks(more_than(2)(failed(trials))))
+def own_every_time(trial: Trial, rank: int) -> bool:
     """Check whether every rank has received only one neighbour's x, which was sent again."""
-    wrong = [trial for trial in failed(trials) if trial.world_size > 2]
-    for trial in wrong:
-        n = trial.world_size
-        for rank, result in enumerate(trial.results):
-            found = origins(result, trial.case.facts["xs"])
-            if found is None or not any(set(found) == {rank, (rank + way) % n} for way in (1, -1)):
-                return False
-    return bool(wrong) and all(sends_the_same(trial) for trial in wrong)
+    n, found = trial.world_size, origins(trial.results[rank], trial.case.facts["xs"]) or []
+    neighbour = any({*found} == {rank, (rank + way) % n} for way in (1, -1))
+    return neighbour and sends_the_same(trial)
 
 
 def sends_the_same(trial: Trial) -> bool:
@@ -143,16 +130,11 @@ def sends_the_same(trial: Trial) -> bool:
     "All slots are one and the same tensor, so each receive overwrites what came before: "
     "every slot but the own one ends with what came last.",
 )
-def one_buffer(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: on_ranks(more_than(2)(failed(trials))))
+def one_buffer(trial: Trial, rank: int) -> bool:
     """Check whether all slots but the rank's own are equal, though different values arrived."""
-    wrong = [trial for trial in failed(trials) if trial.world_size > 2]
-    for trial in wrong:
-        for rank, result in enumerate(trial.results):
-            found = origins(result, trial.case.facts["xs"])
-            others = set(found or ()) - {rank}
-            if found is None or len(others) != 1 or None in others:
-                return False
-    return bool(wrong) and not any(sends_the_same(trial) for trial in wrong)
+    others = {*(origins(trial.results[rank], trial.case.facts["xs"]) or [])} - {rank}
+    return len(others) == 1 and None not in others and not sends_the_same(trial)
 
 
 @mistake(
@@ -160,11 +142,10 @@ def one_buffer(trials: Sequence[Trial]) -> bool:
     "Ranks send to ranks that are not their neighbours. In a ring each rank uses two links "
     "only, and passes on what has come last.",
 )
-def past_the_neighbours(trials: Sequence[Trial]) -> bool:
+@every(more_than(3))
+def past_the_neighbours(trial: Trial) -> bool:
     """Check whether results are right, but in larger rings some rank sends past its neighbours."""
-    large = [trial for trial in trials if trial.world_size > 3]
-    neighbours = ring_neighbours("")
-    return bool(large) and all(right(t) and neighbours.wrong(t) is not None for t in large)
+    return right(trial) and ring_neighbours("").wrong(trial) is not None
 
 
 GATHER_QUESTION = lambda: all_gather_case([torch.ones(250)] * 4)  # noqa: E731

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.sums import (
-    counted_twice,
+from parallel101.laboratory.exercises.wrong_values import (
+    every,
     everything_to_everyone,
-    facts,
-    left_out,
     several_ranks,
     whole_round_ring,
+    wrong_sums,
 )
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Draw, Exercise, Trial, mistake
@@ -40,7 +39,7 @@ def share(case: Case) -> float:
 def reduce_scatter_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
     n = len(xs)
     chunks = list(torch.tensor_split(torch.stack(list(xs)).sum(0), n))
-    return Case([(x,) for x in xs], chunks, note, facts=facts(xs, chunks=chunks))
+    return Case([(x,) for x in xs], chunks, note, facts={"xs": xs, "chunks": chunks})
 
 
 def reduce_scatter_cases(draw: Draw) -> list[Case]:
@@ -76,12 +75,10 @@ def chunk_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor
     "Every rank gets the whole sum, and keeps only its own rows: that moves at least twice as "
     "many bytes as a reduce-scatter.",
 )
-def all_then_slice(trials: Sequence[Trial]) -> bool:
+@every(several_ranks)
+def all_then_slice(trial: Trial) -> bool:
     """Check whether results are right, but every rank receives the bytes of an all-reduce."""
-    large = several_ranks(trials)
-    return bool(large) and all(
-        right(t) and min(received(t)) >= t.case.facts["xs"][0].nbytes for t in large
-    )
+    return right(trial) and min(received(trial)) >= trial.case.facts["xs"][0].nbytes
 
 
 @mistake(
@@ -89,18 +86,15 @@ def all_then_slice(trials: Sequence[Trial]) -> bool:
     "One rank receives everybody's data, adds it up and sends the rows out: its link is busy "
     "while the others are idle.",
 )
-def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: several_ranks(trials, least=3))
+def sum_on_one_rank(trial: Trial) -> bool:
     """Check whether one rank receives twice the bytes of x, and another only its own rows.
 
     The results are right.
     """
-    large = several_ranks(trials, least=3)
-    return bool(large) and all(
-        right(t)
-        and max(received(t)) >= 2 * t.case.facts["xs"][0].nbytes
-        and min(received(t)) <= max(own_chunk(t.case)) + 64
-        for t in large
-    )
+    got, nbytes = received(trial), trial.case.facts["xs"][0].nbytes
+    only_own = min(got) <= max(own_chunk(trial.case)) + 64
+    return right(trial) and max(got) >= 2 * nbytes and only_own
 
 
 @mistake(
@@ -149,8 +143,7 @@ RING_REDUCE_SCATTER = Exercise(
         all_then_slice,
         sum_on_one_rank,
         off_by_one,
-        counted_twice(chunk_pieces),
-        left_out(chunk_pieces),
+        *wrong_sums(chunk_pieces),
         *ITS_INPUT,
     ),
     hints=(

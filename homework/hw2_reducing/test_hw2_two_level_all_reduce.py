@@ -7,7 +7,7 @@ import torch
 
 from parallel101 import Network
 from parallel101.laboratory.analysis.provenance import origin_tensor
-from parallel101.laboratory.exercises.sums import counted_twice, facts, left_out
+from parallel101.laboratory.exercises.wrong_values import every, wrong_sums
 from parallel101.laboratory.grade.compared_values import weights
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -43,7 +43,7 @@ def two_level_case(xs: Sequence[torch.Tensor], k: int, note: str = "") -> Case:
         [(x, k) for x in xs],
         [torch.stack(list(xs)).sum(0)] * n,
         f"{nodes} node{'s' * (nodes > 1)} of {k}{note and ', '}{note}",
-        facts=facts(xs, k=k, nodes=nodes),
+        facts={"xs": xs, "k": k, "nodes": nodes},
         network=Network.two_level(
             k,
             latency=1.0,
@@ -138,6 +138,15 @@ def several_nodes(trials: Sequence[Trial]) -> list[Trial]:
     ]
 
 
+def on_grid(trial: Trial, k: int) -> bool:
+    """Check whether all messages stay in a row or a column, if each row has k ranks."""
+    return all(
+        event.peer // k == event.rank // k or event.peer % k == event.rank % k
+        for event in trial.trace.events
+        if event.kind == "send" and event.peer is not None
+    )
+
+
 def one_rail(trial: Trial) -> bool:
     """Check whether one rank of each node sends everything that leaves the node."""
     k, sent = trial.case.facts["k"], sent_between(trial)
@@ -150,18 +159,14 @@ def one_rail(trial: Trial) -> bool:
     "The ring of all ranks leaves each node by one rank, so it uses one rail, and it takes "
     "2·(n − 1) steps. All other rails are idle.",
 )
-def flat_ring(trials: Sequence[Trial]) -> bool:
+@every(several_nodes)
+def flat_ring(trial: Trial) -> bool:
     """Check whether every rank sends as much as in a ring of all ranks, on one rail.
 
     The results are right.
     """
-    large = several_nodes(trials)
-    return bool(large) and all(
-        right(t)
-        and one_rail(t)
-        and min(communicated(t)) >= 1.5 * t.case.facts["xs"][0].nbytes * (1 - 1 / t.world_size)
-        for t in large
-    )
+    whole = trial.case.facts["xs"][0].nbytes * (1 - 1 / trial.world_size)
+    return right(trial) and one_rail(trial) and min(communicated(trial)) >= 1.5 * whole
 
 
 @mistake(
@@ -169,10 +174,10 @@ def flat_ring(trials: Sequence[Trial]) -> bool:
     "One rank of each node sends all that leaves the node: one rail is busy and all others "
     "are idle.",
 )
-def leaders_only(trials: Sequence[Trial]) -> bool:
+@every(several_nodes)
+def leaders_only(trial: Trial) -> bool:
     """Check whether results are right, but only one rail is busy."""
-    large = several_nodes(trials)
-    return bool(large) and all(right(t) and one_rail(t) for t in large)
+    return right(trial) and one_rail(trial)
 
 
 @mistake(
@@ -180,22 +185,11 @@ def leaders_only(trials: Sequence[Trial]) -> bool:
     "Ranks i, i + N, i + 2·N, … are taken for a node. They are on different nodes, so the larger "
     "part of the bytes goes between nodes.",
 )
-def strided_nodes(trials: Sequence[Trial]) -> bool:
+@every(several_nodes)
+def strided_nodes(trial: Trial) -> bool:
     """Check whether results are right, but nodes and rails are those of ranks N apart."""
-    large = several_nodes(trials)
-
-    def strided(trial: Trial) -> bool:
-        nodes = trial.case.facts["nodes"]
-        return all(
-            event.peer % nodes == event.rank % nodes or event.peer // nodes == event.rank // nodes
-            for event in trial.trace.events
-            if event.kind == "send" and event.peer is not None
-        )
-
-    return bool(large) and all(
-        right(t) and strided(t) and max(sent_between(t)) > between_bytes(t.case) + SMALL
-        for t in large
-    )
+    much = max(sent_between(trial)) > between_bytes(trial.case) + SMALL
+    return right(trial) and on_grid(trial, trial.case.facts["nodes"]) and much
 
 
 @mistake(
@@ -203,25 +197,14 @@ def strided_nodes(trials: Sequence[Trial]) -> bool:
     "Every rank sends the sum of its node, or its whole x, to other nodes. Its rail needs to "
     "carry only its share: after the reduce-scatter, that is S/k bytes.",
 )
-def whole_between_nodes(trials: Sequence[Trial]) -> bool:
+@every(several_nodes)
+def whole_between_nodes(trial: Trial) -> bool:
     """Check whether every rank sends much more than its share to other nodes, on its own rail.
 
     The results are right.
     """
-    large = several_nodes(trials)
-
-    def on_rails(trial: Trial) -> bool:
-        k = trial.case.facts["k"]
-        return all(
-            event.peer // k == event.rank // k or event.peer % k == event.rank % k
-            for event in trial.trace.events
-            if event.kind == "send" and event.peer is not None
-        )
-
-    return bool(large) and all(
-        right(t) and on_rails(t) and min(sent_between(t)) >= 1.5 * between_bytes(t.case)
-        for t in large
-    )
+    much = min(sent_between(trial)) >= 1.5 * between_bytes(trial.case)
+    return right(trial) and on_grid(trial, trial.case.facts["k"]) and much
 
 
 def results(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
@@ -235,17 +218,13 @@ def results(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     "sum of one node only",
     "Every rank has the sum of its own node. What the other nodes have is never added.",
 )
-def node_only(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: several_nodes(failed(trials)))
+def node_only(trial: Trial) -> bool:
     """Check whether, with several nodes, every result is the sum over the rank's own node."""
-    wrong = several_nodes(failed(trials))
-    for trial in wrong:
-        k = trial.case.facts["k"]
-        found = [weights(*pair) for pair in results(trial)]
-        for rank, counts in enumerate(found):
-            own = [float(other // k == rank // k) for other in range(trial.world_size)]
-            if counts is None or [round(c, 3) for c in counts] != own:
-                return False
-    return bool(wrong) and all(len(list(results(t))) == t.world_size for t in wrong)
+    k, n = trial.case.facts["k"], trial.world_size
+    found = [weights(*pair) or [] for pair in results(trial)]
+    own = [[float(other // k == rank // k) for other in range(n)] for rank in range(n)]
+    return [[round(c, 3) for c in counts] for counts in found] == own
 
 
 @mistake(
@@ -253,10 +232,10 @@ def node_only(trials: Sequence[Trial]) -> bool:
     "The code is right if n divides the number of elements, and only then: it takes all "
     "chunks to be equally large.",
 )
-def not_divided(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def not_divided(trial: Trial) -> bool:
     """Check whether results are wrong only if n doesn't divide the number of elements."""
-    wrong = failed(trials)
-    return bool(wrong) and all(t.case.facts["xs"][0].numel() % t.world_size for t in wrong)
+    return bool(trial.case.facts["xs"][0].numel() % trial.world_size)
 
 
 QUESTION = lambda: two_level_case([torch.ones(1000)] * 8, 4)  # noqa: E731
@@ -282,8 +261,7 @@ TWO_LEVEL_ALL_REDUCE = Exercise(
         strided_nodes,
         whole_between_nodes,
         not_divided,
-        counted_twice(results),
-        left_out(results),
+        *wrong_sums(results),
         *ITS_INPUT,
     ),
     hints=(

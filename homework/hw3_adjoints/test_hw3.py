@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parallel101.laboratory.exercises.adjoint_exercises import CHANGED_IN_PLACE, total
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.compared_values import difference, factor, same
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
@@ -253,34 +254,23 @@ def own(trial: Trial, rank: int) -> Any:
     return ADJOINT[facts["F"]](gs, facts["root"])[rank]
 
 
-def own_only(trials: Sequence[Trial]) -> bool:
+@every(gradients)
+def own_only(trial: Trial, rank: int, found: Any, _: Any) -> bool:
     """Check whether every wrong gradient comes from the rank's own g, perhaps times a number."""
-
-    def comes_from(found: Any, mine: Any) -> bool:
-        if not isinstance(found, torch.Tensor):
-            return False
-        return same(found, mine) or factor(found, mine) is not None
-
-    wrong = gradients(trials)
-    return bool(wrong) and all(
-        comes_from(found, own(trial, rank)) or comes_from(found, trial.case.facts["g"][rank])
-        for trial, rank, found, _ in wrong
+    alone = own(trial, rank), trial.case.facts["g"][rank]
+    return isinstance(found, torch.Tensor) and any(
+        same(found, mine) or factor(found, mine) is not None for mine in alone
     )
 
 
 def off_by(k: Callable[[int], float]) -> Callable[[Sequence[Trial]], bool]:
     """Return a check whether every wrong gradient is the right one times k(n)."""
 
-    def seen(trials: Sequence[Trial]) -> bool:
-        factors = [
-            (factor(found, expected), k(trial.world_size))
-            for trial, _, found, expected in gradients(trials)
-        ]
-        return bool(factors) and all(
-            f is not None and abs(f - expected) < 1e-6 for f, expected in factors
-        )
+    def is_times(trial: Trial, _: int, found: Any, expected: Any) -> bool:
+        times = factor(found, expected)
+        return times is not None and abs(times - k(trial.world_size)) < 1e-6
 
-    return seen
+    return every(gradients)(is_times)
 
 
 @mistake(
@@ -288,15 +278,10 @@ def off_by(k: Callable[[int], float]) -> Callable[[Sequence[Trial]], bool]:
     "The ranks other than the root return a gradient, but a broadcast does not use their x: a "
     "change of it changes no y.",
 )
-def not_where_unused(trials: Sequence[Trial]) -> bool:
-    wrong = gradients(trials)
-    return bool(wrong) and all(
-        trial.case.facts["F"] is broadcast
-        and rank != trial.case.facts["root"]
-        and isinstance(found, torch.Tensor)
-        and found.shape == expected.shape
-        for trial, rank, found, expected in wrong
-    )
+@every(gradients)
+def not_where_unused(trial: Trial, rank: int, found: Any, expected: Any) -> bool:
+    other = trial.case.facts["F"] is broadcast and rank != trial.case.facts["root"]
+    return other and isinstance(found, torch.Tensor) and found.shape == expected.shape
 
 
 @mistake(
@@ -304,13 +289,10 @@ def not_where_unused(trials: Sequence[Trial]) -> bool:
     "Some ranks return None. Every rank that has an x returns its gradient. Where x is not "
     "used, that is a tensor of zeros.",
 )
-def none_returned(trials: Sequence[Trial]) -> bool:
+@every(gradients)
+def none_returned(trial: Trial, rank: int, found: Any, expected: Any) -> bool:
     """Check whether every wrong gradient is None, on some ranks of a run but not on all."""
-    wrong = gradients(trials)
-    return bool(wrong) and all(
-        found is None and any(result is not None for result in trial.results)
-        for trial, _, found, _ in wrong
-    )
+    return found is None and any(result is not None for result in trial.results)
 
 
 ALL_REDUCE_EVERYWHERE = Misconception(

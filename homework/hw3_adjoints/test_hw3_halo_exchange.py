@@ -10,12 +10,12 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     REFUSED,
     bytes_in_total,
     forms,
-    forward_and_backward,
     least_received,
     right_both_ways,
+    run_both_ways,
     total,
 )
-from parallel101.laboratory.exercises.wrong_values import gives
+from parallel101.laboratory.exercises.wrong_values import every, gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
@@ -148,12 +148,10 @@ def only_some_refuse(trials: Sequence[Trial]) -> bool:
     "A block has fewer rows than the halo is wide, and no rank raises a ValueError. A "
     "neighbour then gets too few rows, or none.",
 )
-def not_refused(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def not_refused(trial: Trial) -> bool:
     """Check whether all is right, except that no rank refuses a block that is too short."""
-    wrong = failed(trials)
-    return bool(wrong) and all(
-        trial.case.facts["refuse"] and REFUSED not in trial.results for trial in wrong
-    )
+    return trial.case.facts["refuse"] and REFUSED not in trial.results
 
 
 @mistake(
@@ -184,7 +182,7 @@ EXERCISES = [
             bytes_in_total("4·(n − 1)·H bytes in total, forward and backward"),
         ),
         least_received=least_received,
-        program=forward_and_backward,
+        program=run_both_ways,
         misconceptions=(
             only_some_refuse,
             *MESSAGES,

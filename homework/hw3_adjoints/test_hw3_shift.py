@@ -7,9 +7,9 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     CHANGED_IN_PLACE,
     bytes_in_total,
     forms,
-    forward_and_backward,
     least_received,
     right_both_ways,
+    run_both_ways,
     total,
 )
 from parallel101.laboratory.exercises.wrong_values import gives
@@ -101,7 +101,7 @@ EXERCISES = [
             bytes_in_total("each rank sends k entries forward, and k backward"),
         ),
         least_received=least_received,
-        program=forward_and_backward,
+        program=run_both_ways,
         misconceptions=(
             *MESSAGES,
             CHANGED_IN_PLACE,

@@ -11,14 +11,14 @@ from parallel101.laboratory.exercises.adjoint_exercises import (
     CHANGED_IN_PLACE,
     bytes_in_total,
     forms,
-    forward_and_backward,
     least_received,
     only_equal_blocks,
     right_both_ways,
+    run_both_ways,
     total,
     wrong_parts,
 )
-from parallel101.laboratory.exercises.wrong_values import gives
+from parallel101.laboratory.exercises.wrong_values import every, gives
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -77,24 +77,24 @@ def padded(trial: Trial) -> torch.Tensor:
     return torch.cat(filled)
 
 
+def wrong_ys(trials: Sequence[Trial]) -> list[tuple[Trial, Any]]:
+    return [(trial, found) for trial, part, found in wrong_parts(trials) if part == 0]
+
+
 @mistake(
     "padding not removed",
     "The blocks are filled up to one size for the messages, and the filling is still in y.",
 )
-def padding_left(trials: Sequence[Trial]) -> bool:
+@every(wrong_ys)
+def padding_left(trial: Trial, found: Any) -> bool:
     """Check whether each wrong y contains the padding: all of it, or as much as fits."""
-
-    def is_padded(trial: Trial, found: Any) -> bool:
-        if not isinstance(found, torch.Tensor) or found.shape[1:] != (COLUMNS,):
-            return False
-        expected = padded(trial)
-        if found.shape != expected.shape:
-            expected = expected[: sum(trial.case.facts["sizes"])]
-        known = ~expected.isnan()
-        return found.shape == expected.shape and same(found[known], expected[known])
-
-    wrong = [(trial, found) for trial, part, found in wrong_parts(trials) if part == 0]
-    return bool(wrong) and all(is_padded(trial, found) for trial, found in wrong)
+    if not isinstance(found, torch.Tensor) or found.shape[1:] != (COLUMNS,):
+        return False
+    expected = padded(trial)
+    if found.shape != expected.shape:
+        expected = expected[: sum(trial.case.facts["sizes"])]
+    known = ~expected.isnan()
+    return found.shape == expected.shape and same(found[known], expected[known])
 
 
 @mistake(
@@ -102,13 +102,10 @@ def padding_left(trials: Sequence[Trial]) -> bool:
     "y has every block, but not in the order of the ranks, such as in the order in which they "
     "arrived.",
 )
-def other_order(trials: Sequence[Trial]) -> bool:
+@every(wrong_ys)
+def other_order(trial: Trial, found: Any) -> bool:
     """Check whether each wrong y has all blocks, but in a different order."""
-    wrong = [(trial, found) for trial, part, found in wrong_parts(trials) if part == 0]
-    return bool(wrong) and all(
-        any(same(found, torch.cat(blocks)) for blocks in permutations(trial.case.facts["xs"]))
-        for trial, found in wrong
-    )
+    return any(same(found, torch.cat(blocks)) for blocks in permutations(trial.case.facts["xs"]))
 
 
 def costs(per_rank: int) -> Any:
@@ -151,7 +148,7 @@ EXERCISES = [
             bytes_in_total("2·(n − 1)·S bytes in total, forward and backward"),
         ),
         least_received=least_received,
-        program=forward_and_backward,
+        program=run_both_ways,
         misconceptions=(
             *MESSAGES,
             CHANGED_IN_PLACE,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
+    all_show,
     bytes_sent,
     failed,
     not_every_rank,
     right,
     value,
+    wrong_trials,
 )
 
 # the two halves of an all-reduce; any other collective is one call
@@ -239,23 +242,13 @@ def never_flushed(trials: Sequence[Trial]) -> bool:
 
 
 def dict_times_n(trials: Sequence[Trial]) -> bool:
-    wrong = [
-        trial
-        for trial in failed(trials)
-        if trial.error is None and not trial.case.facts["shuffled"]
-    ]
-    pairs = [
-        (trial, found, expected)
-        for trial in wrong
-        for found, expected in zip(trial.results, trial.case.expected)
-    ]
-    ks = [
-        scale(found, expected) if isinstance(found, dict) else None for _, found, expected in pairs
-    ]
-    return bool(pairs) and all(
-        k is not None and abs(k / trial.world_size - 1) < 1e-4
-        for k, (trial, _, _) in zip(ks, pairs)
-    )
+
+    def is_so(trial: Trial, found: Any, expected: Any) -> bool:
+        k = scale(found, expected) if isinstance(found, dict) else None
+        return k is not None and abs(k / trial.world_size - 1) < 1e-4
+
+    wrong = [trial for trial in wrong_trials(trials) if not trial.case.facts["shuffled"]]
+    return all_show(((t, *pair) for t in wrong for pair in zip(t.results, t.case.expected)), is_so)
 
 
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)

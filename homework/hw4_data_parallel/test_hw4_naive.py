@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from parallel101 import Network
-from parallel101.laboratory.exercises.harness import count_weights, gradients_of, make_model
 from parallel101.laboratory.exercises.training_exercises import (
     ITEM,
     MEAN_OF_MEANS,
@@ -17,8 +16,11 @@ from parallel101.laboratory.exercises.training_exercises import (
     added_to_the_last,
     alike,
     all_reduce_bytes,
+    count_weights,
     equals_one_process,
     from_another_start,
+    gradients_of,
+    make_model,
     ring_slack,
     train,
     train_whole,

@@ -8,28 +8,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101 import Network
-from parallel101.laboratory.exercises.harness import (
+from parallel101.laboratory.exercises.training_exercises import (
     BACKWARD,
     FORWARD,
-    OptimizerSteps,
-    count_weights,
-    gradients_of,
-    make_model,
-    mark_gradients,
-)
-from parallel101.laboratory.exercises.training_exercises import (
     ITEM,
     MEAN_TWICE,
     NEVER_REDUCED,
+    SGD,
     SUM_FOR_MEAN,
     added_to_the_last,
     all_reduce_bytes,
+    count_weights,
     equals_one_process,
+    gradients_of,
+    make_model,
+    mark_gradients,
+    recorded,
     ring_slack,
     scaled,
     train,
     train_whole,
 )
+from parallel101.laboratory.exercises.wrong_values import every, more_than
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -59,12 +59,10 @@ def train_in_microbatches(
 ) -> dict[str, Any]:
     """Train on each rank. inputs: (steps, microbatches, samples, features)."""
     model = make_model(sizes, weights)
-    steps = OptimizerSteps(model)
+    optimizer = SGD(model.parameters())
     mark_gradients(model)
-    function(
-        model, F.mse_loss, steps.optimizer, [list(zip(*share)) for share in zip(inputs, targets)]
-    )
-    return steps.result()
+    function(model, F.mse_loss, optimizer, [list(zip(*share)) for share in zip(inputs, targets)])
+    return recorded(model, optimizer)
 
 
 def overlap_case(draw: Draw, n: int, microbatches: int, steps: int = 2) -> Case:
@@ -211,11 +209,9 @@ def hidden() -> Check:
     "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at "
     "once. Backward waits meanwhile, so no message is hidden.",
 )
-def waits_at_once(trials: Sequence[Trial]) -> bool:
-    several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(
-        right(t) and started_early(t) and exposed(t) > 0.9 for t in several
-    )
+@every(more_than(1))
+def waits_at_once(trial: Trial) -> bool:
+    return right(trial) and started_early(trial) and exposed(trial) > 0.9
 
 
 @mistake(
@@ -223,11 +219,9 @@ def waits_at_once(trials: Sequence[Trial]) -> bool:
     "The first all-reduce starts when the last gradient is ready. Then nothing is left to "
     "compute behind which messages could be hidden.",
 )
-def after_backward(trials: Sequence[Trial]) -> bool:
-    several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(
-        right(t) and all((s.first_sent or 0) >= s.last_ready for s in steps_of(t)) for t in several
-    )
+@every(more_than(1))
+def after_backward(trial: Trial) -> bool:
+    return right(trial) and all((s.first_sent or 0) >= s.last_ready for s in steps_of(trial))
 
 
 @mistake(

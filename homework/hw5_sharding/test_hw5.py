@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101 import Network
-from parallel101.laboratory.exercises.harness import (
+from parallel101.laboratory.exercises.training_exercises import (
     SGD,
     Optimizers,
     PeakBytes,
@@ -18,8 +18,9 @@ from parallel101.laboratory.exercises.harness import (
     count_weights,
     gradients_of,
     make_model,
+    measured,
 )
-from parallel101.laboratory.exercises.training_exercises import measured
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.compared_values import close, difference
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -36,12 +37,14 @@ from parallel101.laboratory.grade.exercise import (
 )
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
+    all_show,
     ask_sent,
     at_most,
     bytes_sent,
     communicated,
     ended,
     failed,
+    on_ranks,
     received,
     right,
     wrong_trials,
@@ -351,42 +354,29 @@ def local_norm(trials: Sequence[Trial]) -> bool:
     "The optimizer gets the gradients as they are, also where the norm of the whole gradient "
     "is larger than max_norm.",
 )
-def never_clipped(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def never_clipped(trial: Trial) -> bool:
     """Check whether results are wrong only because the optimizers got unclipped gradients."""
-    wrong = failed(trials)
-    return bool(wrong) and all(
-        trial.error is None
-        and not math.isinf(trial.case.facts["max_norm"])
-        and (norms := first_norms(trial)) is not None
-        and math.isclose(math.hypot(*norms), trial.case.facts["norm before"], rel_tol=1e-4)
-        for trial in wrong
-    )
+    facts, norm = trial.case.facts, math.hypot(*(first_norms(trial) or []))
+    clips = trial.error is None and not math.isinf(facts["max_norm"])
+    return clips and math.isclose(norm, facts["norm before"], rel_tol=1e-4)
 
 
-def summed(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: [t for t in ended(trials, 2) if math.isinf(t.case.facts["max_norm"])])
+def summed(trial: Trial) -> bool:
     """Check whether unclipped gradients are n times too large in the first step."""
-    free = [trial for trial in ended(trials, 2) if math.isinf(trial.case.facts["max_norm"])]
-    norms = [first_norms(trial) for trial in free]
-    pairs = list(zip(free, norms))
-    return bool(pairs) and all(
-        own is not None
-        and math.isclose(
-            math.hypot(*own), trial.world_size * trial.case.facts["norm"], rel_tol=1e-4
-        )
-        and not right(trial)
-        for trial, own in pairs
-    )
+    norm = math.hypot(*(first_norms(trial) or []))
+    times = trial.world_size * trial.case.facts["norm"]
+    return math.isclose(norm, times, rel_tol=1e-4) and not right(trial)
 
 
-def whole_optimizer(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: ended(trials, 2))
+def whole_optimizer(trial: Trial) -> bool:
     """Check whether each rank has the whole state, and all values are right.
 
     With wrong values, this is not the first thing to fix.
     """
-    found = ended(trials, 2)
-    return bool(found) and all(
-        right(trial) and min(state_bytes(trial)) >= trial.case.facts["whole"] for trial in found
-    )
+    return right(trial) and min(state_bytes(trial)) >= trial.case.facts["whole"]
 
 
 def times_sent(trial: Trial) -> float:
@@ -414,11 +404,9 @@ def all_reduced(times: int):
 
 
 def peak_of(trials: Sequence[Trial], part: float) -> bool:
-    found = ended(trials, 2)
-    return bool(found) and all(
-        right(trial) and isinstance(peak, int) and peak >= part * trial.case.facts["whole"]
-        for trial in found
-        for peak in measured(trial, "peak")
+    return all_show(
+        ended(trials, 2),
+        lambda t: right(t) and min(measured(t, "peak")) >= part * t.case.facts["whole"],
     )
 
 
@@ -427,27 +415,17 @@ def peak_of(trials: Sequence[Trial], part: float) -> bool:
     "Every rank gathers the weights of all layers before the first layer computes. Each layer "
     "needs only its own, at the moment when it computes.",
 )
-def gathered_first(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: on_ranks(ended(trials, 2)))
+def gathered_first(trial: Trial, rank: int) -> bool:
     """Check whether each rank receives all weights before its first forward.
 
     All values are right.
     """
-
-    def share(trial: Trial, rank: int) -> float:
-        first = min(e.start for e in trial.trace.spans("forward") if e.rank == rank)
-        before = [
-            e for e in trial.trace.events if e.rank == rank and e.kind != "span" and e.start < first
-        ]
-        n = trial.world_size
-        got = received(Trial(trial.case, [], Trace(before, n, trial.trace.backend)))[rank]
-        return got / ((n - 1) / n * trial.case.facts["whole"])
-
-    found = ended(trials, 2)
-    return bool(found) and all(
-        right(trial) and share(trial, rank) > 0.95
-        for trial in found
-        for rank in range(trial.world_size)
-    )
+    n, own = trial.world_size, [e for e in trial.trace.events if e.rank == rank]
+    first = min(e.start for e in own if e.name == "forward")
+    before = [e for e in own if e.kind != "span" and e.start < first]
+    got = received(Trial(trial.case, [], Trace(before, n, trial.trace.backend)))[rank]
+    return right(trial) and got > 0.95 * (n - 1) / n * trial.case.facts["whole"]
 
 
 WHOLE_OPTIMIZER = Misconception(

@@ -1,7 +1,7 @@
 """Grade exercise 13c of homework 5: ZeRO-1 with master weights."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.laboratory.exercises.harness import LEARNING_RATE, MOMENTUM, SGD
-from parallel101.laboratory.exercises.training_exercises import measured
+from parallel101.laboratory.exercises.training_exercises import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Optimizers,
+    measured,
+)
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -91,31 +96,22 @@ def train_one_process(
 def train(function, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Train this rank's replica. inputs: (steps, microbatches of this rank, samples, features)."""
     model = make_model(weights)
-    made: list[SGD] = []
-    rounded: list[bool] = []
-    gradients: list[bool] = []
-    squares: list[float] = []  # of the first step
-
-    def before(optimizer: SGD) -> None:
-        found = [p.grad for p in optimizer.given if p.grad is not None]
-        if optimizer.steps == 1:
-            squares.extend(float(gradient.square().sum()) for gradient in found)
-        rounded.append(all(is_rounded(p.detach()) for p in optimizer.given))
-        gradients.append(all(map(is_rounded, found)))
-
-    def make_optimizer(given: Iterable[Tensor]) -> SGD:
-        made.append(SGD(given, before))
-        return made[-1]
-
+    optimizers = Optimizers()
     batches = [list(zip(x.bfloat16(), y)) for x, y in zip(inputs, targets)]
-    function(model, loss_fn, make_optimizer, batches)
-    parameters = [p for optimizer in made for p in optimizer.given]
+    function(model, loss_fn, optimizers.make, batches)
+    steps = [step for optimizer in optimizers.made for step in optimizer.steps]
+    masters = [
+        p.detach().flatten()
+        for optimizer in optimizers.made
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
     return {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        "masters": torch.cat([p.detach().flatten() for p in parameters] or [torch.zeros(0)]),
-        "rounded": rounded,
-        "gradients": gradients,
-        "norm": math.sqrt(sum(squares)),
+        "masters": torch.cat(masters or [torch.zeros(0)]),
+        "rounded": [all(is_rounded(value) for value, _ in step) for step in steps],
+        "gradients": [all(is_rounded(g) for _, g in step if g is not None) for step in steps],
+        "norm": math.sqrt(sum(optimizers.result()["squares"][:1])),
     }
 
 
@@ -292,11 +288,9 @@ def rounded_gradients(trials: Sequence[Trial]) -> bool:
     "The all-gather sends the master weights in 32 bits, and every rank rounds them "
     "afterwards. Round them first: the model only needs 16 bits of each.",
 )
-def gathers_masters(trials: Sequence[Trial]) -> bool:
-    found = ended(trials, 2)
-    return bool(found) and all(
-        right(trial) and masters_right(trial) and 7.6 < bytes_a_weight(trial) < 9 for trial in found
-    )
+@every(lambda trials: ended(trials, 2))
+def gathers_masters(trial: Trial) -> bool:
+    return right(trial) and masters_right(trial) and 7.6 < bytes_a_weight(trial) < 9
 
 
 @mistake(
@@ -304,13 +298,9 @@ def gathers_masters(trials: Sequence[Trial]) -> bool:
     "Every rank's optimizer has the master weights of the whole model. Together, the ranks "
     "hold 4n bytes for each weight instead of 4, and as much momentum.",
 )
-def whole_masters(trials: Sequence[Trial]) -> bool:
-    found = ended(trials, 2)
-    return bool(found) and all(
-        right(trial) and isinstance(held, Tensor) and len(held) >= COUNT
-        for trial in found
-        for held in measured(trial, "masters")
-    )
+@every(lambda trials: ended(trials, 2))
+def whole_masters(trial: Trial) -> bool:
+    return right(trial) and min(map(len, measured(trial, "masters"))) >= COUNT
 
 
 @mistake(
@@ -319,23 +309,16 @@ def whole_masters(trials: Sequence[Trial]) -> bool:
     "belongs to the mean loss of one share. The gradient of the whole mean loss is their sum, "
     "divided by their number.",
 )
-def is_sum(trials: Sequence[Trial]) -> bool:
+@every(failed)
+def is_sum(trial: Trial) -> bool:
     """Check whether the first gradient is too large by the ranks, the microbatches or both."""
-
-    def times(trial: Trial) -> float:
-        norm = math.hypot(*(n for n in measured(trial, "norm") if isinstance(n, float)))
-        return norm / trial.case.facts["norm"]
-
-    def shows(trial: Trial) -> bool:
-        n = trial.world_size
-        return any(
-            math.isclose(times(trial), of, rel_tol=1e-2)
-            for of in (n, MICROBATCHES, n * MICROBATCHES)
-            if of > 1
-        )
-
-    wrong = failed(trials)
-    return bool(wrong) and all(trial.error is None and shows(trial) for trial in wrong)
+    n = trial.world_size
+    norm = math.hypot(*(n for n in measured(trial, "norm") if isinstance(n, float)))
+    return trial.error is None and any(
+        math.isclose(norm, k * trial.case.facts["norm"], rel_tol=1e-2)
+        for k in (n, MICROBATCHES, n * MICROBATCHES)
+        if k > 1
+    )
 
 
 EXERCISES = [

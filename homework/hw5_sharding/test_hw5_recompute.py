@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from parallel101.laboratory.exercises.harness import LEARNING_RATE, PeakBytes
-from parallel101.laboratory.exercises.training_exercises import measured
+from parallel101.laboratory.exercises.training_exercises import LEARNING_RATE, PeakBytes, measured
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.compared_values import close
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -31,6 +31,7 @@ from parallel101.laboratory.grade.exercise_checks import (
     at_most,
     bytes_sent,
     ended,
+    on_ranks,
 )
 from parallel101.spans import compute, span
 
@@ -304,13 +305,9 @@ def all_of(equal: Callable[[Trial, int, int], bool], trial: Trial, step: int) ->
     "The activations from inside all blocks stay in memory until backward, because autograd "
     "keeps the graph of the first forward.",
 )
-def computes_once(trials: Sequence[Trial]) -> bool:
-    found = judged(trials)
-    return bool(found) and all(
-        forwards(trial) < 1.1 and isinstance(peak, int) and peak >= BLOCKS * INSIDE
-        for trial in found
-        for peak in measured(trial, "peak")
-    )
+@every(judged)
+def computes_once(trial: Trial) -> bool:
+    return forwards(trial) < 1.1 and min(measured(trial, "peak")) >= BLOCKS * INSIDE
 
 
 @mistake(
@@ -359,15 +356,11 @@ def state_not_put_back(trials: Sequence[Trial]) -> bool:
     "In step 1, the second forward still computes with the weights of step 0, because it uses "
     "a copy of the block that was made too early.",
 )
-def other_weights(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: [trial for trial in judged(trials) if not trial.case.facts["p"]])
+def other_weights(trial: Trial) -> bool:
     """Check whether, without dropout, the second step's gradients are the first to be wrong."""
-    plain = [trial for trial in judged(trials) if not trial.case.facts["p"]]
-    return bool(plain) and all(
-        all_of(equal_gradients, t, 0)
-        and all_of(equal_losses, t, 1)
-        and not all_of(equal_gradients, t, 1)
-        for t in plain
-    )
+    first = all_of(equal_gradients, trial, 0) and all_of(equal_losses, trial, 1)
+    return first and not all_of(equal_gradients, trial, 1)
 
 
 def zero(trial: Trial, rank: int, blocks: Sequence[int], step: int = 0) -> bool:
@@ -383,13 +376,10 @@ def zero(trial: Trial, rank: int, blocks: Sequence[int], step: int = 0) -> bool:
     "No weight of any block gets a gradient. Either the second forward built no graph, or you "
     "only asked that graph for the gradient of x.",
 )
-def weights_without_gradient(trials: Sequence[Trial]) -> bool:
-    found = judged(trials)
-    return bool(found) and all(
-        forwards(t) > 1.9 and equal_losses(t, rank, 0) and zero(t, rank, range(BLOCKS))
-        for t in found
-        for rank in range(t.world_size)
-    )
+@every(lambda trials: on_ranks(judged(trials)))
+def weights_without_gradient(trial: Trial, rank: int) -> bool:
+    twice = forwards(trial) > 1.9
+    return twice and equal_losses(trial, rank, 0) and zero(trial, rank, range(BLOCKS))
 
 
 @mistake(
@@ -397,15 +387,10 @@ def weights_without_gradient(trials: Sequence[Trial]) -> bool:
     "Only the last block's weights get gradients. The gradient of x must also reach the block "
     "before.",
 )
-def stops_at_x(trials: Sequence[Trial]) -> bool:
-    found = judged(trials)
-    return bool(found) and all(
-        equal_losses(t, rank, 0)
-        and zero(t, rank, range(BLOCKS - 1))
-        and not zero(t, rank, [BLOCKS - 1])
-        for t in found
-        for rank in range(t.world_size)
-    )
+@every(lambda trials: on_ranks(judged(trials)))
+def stops_at_x(trial: Trial, rank: int) -> bool:
+    last_only = zero(trial, rank, range(BLOCKS - 1)) and not zero(trial, rank, [BLOCKS - 1])
+    return last_only and equal_losses(trial, rank, 0)
 
 
 EXERCISES = [

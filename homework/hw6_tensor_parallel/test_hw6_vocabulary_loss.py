@@ -1,7 +1,7 @@
 """Exercise 16b: cross-entropy of logits that are cut along the vocabulary."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.adjoint_exercises import forward_backward
 from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     N_TIMES,
     NUMBER,
-    forward_backward,
     gives,
     gradients_of,
     graph_cut,
@@ -23,6 +23,7 @@ from parallel101.laboratory.exercises.tensor_parallel_exercises import (
     sends_at_most,
     sent_in,
 )
+from parallel101.laboratory.exercises.wrong_values import only_large_overflow, right_but
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -37,9 +38,7 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     MESSAGES,
     ask_sent,
-    failed,
     value,
-    wrong_trials,
 )
 
 
@@ -47,9 +46,7 @@ def run_vocabulary_loss(
     function: Callable, logits: Tensor, targets: Tensor, vocabulary: int
 ) -> list[Any]:
     logits = leaf(logits)
-    loss, kept = forward_backward(
-        lambda: function(logits, targets, vocabulary), lambda loss: loss, []
-    )
+    loss, kept = forward_backward(lambda: function(logits, targets, vocabulary), torch.ones(()))
     return [loss, logits.grad, kept]
 
 
@@ -137,18 +134,11 @@ def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, li
     }
 
 
-@mistake(
+NO_MAXIMUM = Misconception(
     "no maximum subtracted",
     "exp of a large logit is infinite. The loss is right for small logits only.",
+    only_large_overflow,
 )
-def no_maximum(trials: Sequence[Trial]) -> bool:
-    """Check whether only large logits go wrong, with a loss that is infinite or NaN."""
-    wrong = wrong_trials(trials)
-    return bool(wrong) and all(
-        trial.case.facts["large"]
-        and all(isinstance(r[0], Tensor) and not bool(r[0].isfinite().all()) for r in trial.results)
-        for trial in wrong
-    )
 
 
 @mistake(
@@ -156,13 +146,9 @@ def no_maximum(trials: Sequence[Trial]) -> bool:
     "All logits travel to every rank. The values are right, but a rank receives a number for "
     "every position and every token, where a few numbers for each position are enough.",
 )
-def logits_gathered(trials: Sequence[Trial]) -> bool:
-    large = [trial for trial in trials if trial.world_size > 1]
-    return (
-        bool(large)
-        and not failed(trials)
-        and all(sent_in(t, "forward") >= 0.9 * t.case.facts["gathered"] for t in large)
-    )
+@right_but(2)
+def logits_gathered(trial: Trial) -> bool:
+    return sent_in(trial, "forward") >= 0.9 * trial.case.facts["gathered"]
 
 
 VOCABULARY_LOSS = Exercise(
@@ -195,7 +181,7 @@ VOCABULARY_LOSS = Exercise(
         *MESSAGES,
         graph_cut(lambda result: result[1]),
         logits_gathered,
-        no_maximum,
+        NO_MAXIMUM,
         Misconception(
             "blocks taken as equally wide",
             "A rank takes its rank times one width as its first token. Where n does not divide the "

@@ -25,6 +25,7 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     slots,
     stage_of,
 )
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -34,7 +35,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import failed, value
+from parallel101.laboratory.grade.exercise_checks import all_show, failed, on_ranks, value
 from parallel101.laboratory.record.units import listed
 
 
@@ -272,12 +273,9 @@ def longest(case: Case, rank: int) -> int:
 
 def errors_say(*words: str) -> Callable[[Sequence[Trial]], bool]:
     """Return a check whether there are errors, each with at least one of these words."""
-
-    def seen(trials: Sequence[Trial]) -> bool:
-        wrong = [str(trial.error) for trial in trials if trial.error is not None]
-        return bool(wrong) and all(any(word in text for word in words) for text in wrong)
-
-    return seen
+    return every(lambda trials: [str(t.error) for t in trials if t.error is not None])(
+        lambda text: any(word in text for word in words)
+    )
 
 
 CHUNK_MAP = Misconception(
@@ -310,9 +308,8 @@ def warm_ups(trial: Trial) -> list[int]:
 
 def begins_with(trials: Sequence[Trial], expected: Callable[[Case, int], int]) -> bool:
     """Check whether all ranks begin with the expected number of forwards in each of these runs."""
-    return bool(trials) and all(
-        bool(warm_ups(t)) and all(k == expected(t.case, r) for r, k in enumerate(warm_ups(t)))
-        for t in trials
+    return all_show(
+        on_ranks(trials), lambda trial, rank: warm_ups(trial)[rank] == expected(trial.case, rank)
     )
 
 

@@ -26,7 +26,15 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, bytes_sent, right, value
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    all_show,
+    bytes_sent,
+    ended,
+    on_ranks,
+    right,
+    value,
+)
 
 
 def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> bool:
@@ -34,9 +42,9 @@ def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> b
 
     On some ranks, that is more than P − rank.
     """
-    many = [t for t in trials if right(t) and t.case.facts["m"] > t.world_size > 1]
-    return bool(many) and all(
-        in_flight(t) == [held(t.case, rank) for rank in range(t.world_size)] for t in many
+    return all_show(
+        (t for t in trials if right(t) and t.case.facts["m"] > t.world_size > 1),
+        lambda t: in_flight(t) == [held(t.case, rank) for rank in range(t.world_size)],
     )
 
 
@@ -55,13 +63,18 @@ RENAMED = Misconception(
 )
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
     """Check whether every rank's warm-up has one forward too many, or one too few."""
-    many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
+    many = [t for t in ended(trials, 2) if t.case.facts["m"] > t.world_size]
 
-    def has(trial: Trial, more: int) -> bool:
-        n, m = trial.world_size, trial.case.facts["m"]
-        return all(_warm_up(trial, r) == min(m, max(1, n - r + more)) for r in range(n))
+    def is_off(more: int) -> bool:
+        return all_show(
+            on_ranks(many),
+            lambda trial, rank: (
+                _warm_up(trial, rank)
+                == min(trial.case.facts["m"], max(1, trial.world_size - rank + more))
+            ),
+        )
 
-    return bool(many) and any(all(has(trial, more) for trial in many) for more in (1, -1))
+    return is_off(1) or is_off(-1)
 
 
 def _warm_up(trial: Trial, rank: int) -> int:

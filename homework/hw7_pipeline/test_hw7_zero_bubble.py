@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101 import compute, schedule, span
-from parallel101.laboratory.exercises.harness import SGD
 from parallel101.laboratory.exercises.pipeline_exercises import (
     LEARNING_RATE,
     ROWS,
@@ -24,6 +23,7 @@ from parallel101.laboratory.exercises.pipeline_exercises import (
     slots,
     stage_of,
 )
+from parallel101.laboratory.exercises.training_exercises import SGD
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,

@@ -1,9 +1,18 @@
-"""Exercise 23: gradients and their norm on a mesh of two and three axes."""
+"""Exercise 23: gradients and their norm on a mesh of two and three axes.
+
+    rank = (dp · cp ranks + cp) · tp ranks + tp            the last axis runs fastest
+
+Each rank returns the gradients of its first backward before any message ("local"). So a sum over
+wrong ranks shows in its coefficients: found = Σ cᵣ · local of rank r. Calls from the exercise's own
+program send activations, and don't count.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,37 +21,71 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101 import Network
-from parallel101.laboratory.exercises.harness import (
+from parallel101.laboratory.exercises.training_exercises import (
     BACKWARD,
     FORWARD,
-    OptimizerSteps,
+    ITEM,
+    NEVER_REDUCED,
+    SGD,
+    added_to_the_last,
+    alike,
+    all_reduce_bytes,
     backward_takes,
+    equals_one_process,
+    measured,
+    recorded,
+    scale,
 )
-from parallel101.laboratory.exercises.mesh_exercises import (
-    AXES,
-    CUT,
-    ITS_SHARE,
-    MISCONCEPTIONS,
-    PARTIAL,
-    bytes_along,
-    coordinates,
-    gradients_equal,
-    norms_equal,
-    sent,
-)
-from parallel101.laboratory.exercises.training_exercises import ITEM
+from parallel101.laboratory.exercises.wrong_values import Seen
+from parallel101.laboratory.grade.compared_values import close, difference, weights
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
     P2P,
     Case,
+    Check,
     Draw,
     Exercise,
+    Misconception,
+    Trial,
 )
-from parallel101.laboratory.grade.exercise_checks import ask_sent
+from parallel101.laboratory.grade.exercise_checks import (
+    MESSAGES,
+    all_show,
+    ask_sent,
+    at_most,
+    communicated,
+    ended,
+    on_ranks,
+)
+from parallel101.laboratory.record.events import Event
 from parallel101.spans import compute, span
 
 WIDTH, HIDDEN, SAMPLES, TIME, STEPS = 10, 12, 12, 8, 2
+
+
+AXES = ("dp", "cp", "tp")
+CUT = {"first": 1, "second": 0}  # the parameters that are cut along tp, each along this dimension
+PARTIAL = ("norm.weight", "norm.bias")  # whose gradients are partial along tp
+SMALL = 128  # bytes a step: norms and counts
+
+
+def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
+    """Return the position of a rank along each axis."""
+    position = torch.unravel_index(torch.tensor(rank), [sizes[axis] for axis in AXES])
+    return dict(zip(AXES, map(int, position)))
+
+
+def axes_between(sizes: dict[str, int], ranks: Iterable[int]) -> set[str]:
+    """Return the axes along which these ranks differ."""
+    positions = [coordinates(sizes, rank) for rank in ranks]
+    return {axis for axis in AXES if len({position[axis] for position in positions}) > 1}
+
+
+def sharing(sizes: dict[str, int], rank: int, axes: Iterable[str]) -> set[int]:
+    """Return the ranks that differ from this one along these axes only."""
+    world = range(math.prod(sizes.values()))
+    return {other for other in world if axes_between(sizes, (rank, other)) <= {*axes}}
 
 
 # ---- the model: a layer norm, sequence parallel; an MLP, tensor parallel; a mean over time ----
@@ -119,14 +162,10 @@ class Block(nn.Module):
 def groups_of(sizes: dict[str, int]) -> dict[str, Any]:
     """This rank's groups along tp and cp, for the activations."""
     found = {}
-    n = math.prod(sizes.values())
-    for axis in ("cp", "tp"):
-        rows: dict[tuple, list[int]] = {}
-        for rank in range(n):
-            at = coordinates(sizes, rank)
-            rows.setdefault(tuple(at[other] for other in AXES if other != axis), []).append(rank)
-        for ranks in rows.values() if sizes[axis] > 1 else ():
-            group = dist.new_group(ranks)
+    for axis in (axis for axis in ("cp", "tp") if sizes[axis] > 1):
+        rows = (sharing(sizes, rank, [axis]) for rank in range(math.prod(sizes.values())))
+        for ranks in sorted({tuple(sorted(row)) for row in rows}):
+            group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 found[axis] = group
     return found
@@ -146,21 +185,21 @@ def train(
 
     def ready(name: str) -> Callable[[Tensor], None]:
         def keep(p: Tensor) -> None:
-            if not steps.gradients and p.grad is not None:
+            if not optimizer.steps and p.grad is not None:
                 local[name] = p.grad.clone()
 
         return keep
 
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(ready(name))
-    steps = OptimizerSteps(model)
+    optimizer = SGD(model.parameters())
     batches = list(zip(inputs, targets))
     norms = function(
-        model, F.mse_loss, steps.optimizer, batches, dict(sizes), set(CUT), set(PARTIAL), max_norm
+        model, F.mse_loss, optimizer, batches, dict(sizes), set(CUT), set(PARTIAL), max_norm
     )
     if isinstance(norms, list | tuple):
         norms = [float(norm) for norm in norms]
-    return {**steps.result(), "norms": norms, "local": local, "seen": model.seen}
+    return {**recorded(model, optimizer), "norms": norms, "local": local, "seen": model.seen}
 
 
 def train_whole(model, loss_fn, optimizer, batches, sizes, cut, partial, max_norm) -> list[float]:
@@ -258,6 +297,383 @@ def least(case: Case) -> list[int]:
     """A rank gets the gradients of the others at least once, added up."""
     shares = case.facts["sizes"]["dp"] * case.facts["sizes"]["cp"]
     return [case.facts["steps"] * case.facts["bytes"] - 64 if shares > 1 else 0] * case.world_size
+
+
+# ---- what was sent, and along which axes ----
+
+
+def sent(trial: Trial, kind: str) -> int:
+    """Return the bytes of the busiest rank along "data" (dp, cp) only, "tensor" only, or "both".
+
+    Messages of activations, which the exercise's program sends, don't count.
+    """
+    facts = trial.case.facts
+
+    def counts(event: Event) -> bool:
+        ranks: Iterable[Any] = event.group.ranks or range(trial.world_size)
+        if event.kind == "send":
+            ranks = (event.rank, event.peer)
+        axes = axes_between(facts["sizes"], ranks)
+        data, tensor = bool(axes - {"tp"}), "tp" in axes
+        own = event.where.rpartition(":")[0] != facts["program"]
+        return own and (data, tensor) == (kind != "tensor", kind != "data")
+
+    return max(communicated(trial, counts))
+
+
+def most_along(case: Case, kind: str) -> int:
+    """Return the bytes along axes of this kind that are enough for all steps."""
+    facts, sizes = case.facts, case.facts["sizes"]
+    if kind == "data":
+        # a learner's own ring adds the remainders of its chunks
+        each = 100 + sum(all_reduce_bytes(facts["bytes"], sizes[axis]) for axis in ("dp", "cp"))
+    else:
+        n = sizes["tp"] if kind == "tensor" else case.world_size
+        each = all_reduce_bytes(facts["replicated"], n)
+    return facts["steps"] * (each + SMALL)
+
+
+def bytes_along(kind: str, which: str, says: str) -> Check:
+    check = at_most(
+        "bytes",
+        says,
+        lambda trial: sent(trial, kind),
+        lambda case: most_along(case, kind),
+        f"a rank sent {{found}} bytes of gradients {which}; {{most}} are enough",
+    )
+    return with_its_share(check)
+
+
+# ---- checks ----
+
+
+def gradients_equal() -> Check:
+    one_process = equals_one_process()
+    check = replace(
+        one_process,
+        says="without clipping, every step equals one process",
+        wrong=lambda trial: None if trial.case.facts["clips"] else one_process.wrong(trial),
+    )
+    return with_its_share(check)
+
+
+def wrong_norm(trial: Trial) -> str | None:
+    """Return what is wrong with the norms, or with the gradients that they clip; else None.
+
+    Five digits count: torch's clipping adds 1e-6.
+    """
+    for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected)):
+        if (what := difference(found["norms"], expected["norms"])) is not None:
+            return f"rank {rank}'s norms, one for each step: {what}"
+        steps = list(zip(found["gradients"], expected["gradients"]))
+        pairs = [(mine[name], right) for mine, theirs in steps for name, right in theirs.items()]
+        whole = len(steps) == len(found["gradients"]) == len(expected["gradients"])
+        right = whole and all(close(*pair, 1e-5) for pair in pairs)
+        if trial.case.facts["clips"] and not right:
+            return f"rank {rank}'s gradients were clipped by another factor, or not at all"
+    return None
+
+
+def norms_equal() -> Check:
+    """Return a check of the norm, which weighs ten times as much as the gradients."""
+    says = "the norm, and every step with clipping, equal one process"
+    return Check("value", says, wrong_norm, weight=10.0)
+
+
+ITS_SHARE = at_most(
+    "memory",
+    "each rank computes 1/(dp · cp) of the tokens",
+    lambda trial: [sum(x.numel() for x in seen) for seen in measured(trial, "seen")],
+    lambda case: case.facts["steps"] * case.facts["tokens"] // shares(case.facts["sizes"]),
+    "rank {rank} computed {found} tokens; its share is {most}",
+)
+
+
+def with_its_share(check: Check) -> Check:
+    """Return the check, which fails too if a rank computes the tokens of others."""
+    return replace(check, wrong=lambda trial: check.wrong(trial) or ITS_SHARE.wrong(trial))
+
+
+def shares(sizes: dict[str, int]) -> int:
+    """Return the number of pieces of the batch."""
+    return sizes["dp"] * sizes["cp"]
+
+
+# ---- what a rank's first step shows ----
+
+
+def first_step(trial: Trial, rank: int) -> dict[str, Tensor]:
+    """Return the gradients of a rank's first optimizer step."""
+    return trial.results[rank]["gradients"][0]
+
+
+def right_step(trial: Trial, rank: int, step: int = 0) -> dict[str, Tensor]:
+    """Return the right gradients of a rank's step."""
+    return trial.case.expected[rank]["gradients"][step]
+
+
+def free(trials: Sequence[Trial], least_tp: int = 1) -> list[Trial]:
+    """Return the trials without clipping that ended, on several ranks and `least_tp` along tp."""
+    several = [trial for trial in ended(trials, 2) if not trial.case.facts["clips"]]
+    return [trial for trial in several if trial.case.facts["sizes"]["tp"] >= least_tp]
+
+
+def on_free(shows: Callable[[Trial, int], bool], least_tp: int = 1) -> Seen:
+    """Return a test of whether every rank of the free trials shows this."""
+    return lambda trials: all_show(on_ranks(free(trials, least_tp)), shows)
+
+
+def summed_ranks(trial: Trial, rank: int, name: str) -> set[int] | None:
+    """Return the ranks whose gradients add up to this rank's; None if it is no sum of them."""
+    locals_ = [local.get(name, torch.empty(0)) for local in measured(trial, "local")]
+    parts = weights(first_step(trial, rank).get(name), locals_)
+    return None if parts is None else {r for r, part in enumerate(parts) if abs(part) > 1e-4}
+
+
+def sums_over(*axes: str, name: str = "first") -> Callable[[Trial, int], bool]:
+    """Return a test of whether a rank's gradient of `name` is a sum over these axes."""
+    return lambda trial, rank: (
+        summed_ranks(trial, rank, name) == sharing(trial.case.facts["sizes"], rank, axes)
+    )
+
+
+def is_times(trial: Trial, rank: int, k: float, names: Collection[str] | None = None) -> bool:
+    """Return whether a rank's first gradients of these names are k times the right ones."""
+    expected = right_step(trial, rank)
+    found = scale(first_step(trial, rank), {name: expected[name] for name in names or expected})
+    return found is not None and math.isclose(found, k, rel_tol=1e-6)
+
+
+def scaled(by: Callable[[dict[str, int]], float]) -> Seen:
+    """Return a test of whether all gradients are `by` times the right ones, wherever it isn't 1."""
+    return lambda trials: all_show(
+        on_ranks(t for t in free(trials) if by(t.case.facts["sizes"]) != 1),
+        lambda trial, rank: is_times(trial, rank, by(trial.case.facts["sizes"])),
+    )
+
+
+def norm_is(trials: Iterable[Trial], squares: Callable[[Trial, int], Iterable[float]]) -> bool:
+    """Return whether on every rank, one of these squares explains the first step's norm."""
+    return all_show(
+        on_ranks(trials),
+        lambda trial, rank: any(
+            math.isclose(measured(trial, "norms")[rank][0] ** 2, square, rel_tol=1e-8)
+            for square in squares(trial, rank)
+        ),
+    )
+
+
+# ---- misconceptions ----
+
+
+def over_the_world(trials: Sequence[Trial]) -> bool:
+    """Return whether gradients of parts were sent across axes: to all ranks, if all took part."""
+    across = all(sent(t, "both") > most_along(t.case, "both") for t in free(trials, 2))
+    return across and on_free(
+        lambda trial, rank: (
+            summed_ranks(trial, rank, "first") in (set(range(trial.world_size)), None)
+            or alike(first_step(trial, rank), right_step(trial, rank))
+        ),
+        2,
+    )(trials)
+
+
+def wrong_groups(trial: Trial) -> bool:
+    """Return whether a rank summed gradients of ranks that are not those along dp and cp."""
+    summed = [summed_ranks(trial, rank, "first") or set() for rank in range(trial.world_size)]
+    return any(
+        1 < len(ranks) < trial.world_size
+        and not ranks <= sharing(trial.case.facts["sizes"], rank, ("dp", "cp"))
+        for rank, ranks in enumerate(summed)
+    )
+
+
+def cut_is_right(trial: Trial, rank: int) -> bool:
+    expected = right_step(trial, rank)
+    return alike(first_step(trial, rank), {name: expected[name] for name in CUT})
+
+
+def tokens(trial: Trial) -> list[list[float]]:
+    """Return a number of each token that went through the model, by rank."""
+    return [[float(x) for part in seen for x in part.flatten()] for seen in measured(trial, "seen")]
+
+
+def share_along_tp(trial: Trial) -> bool:
+    """Return whether ranks along tp computed with other samples, or another part of the time."""
+    seen = tokens(trial)
+    first = [
+        min(sharing(trial.case.facts["sizes"], rank, ("tp",))) for rank in range(trial.world_size)
+    ]
+    return any(seen[rank] != seen[other] for rank, other in enumerate(first))
+
+
+def whole_batch(trial: Trial) -> bool:
+    """Return whether somewhere, ranks that differ along dp or cp computed the same tokens."""
+    seen = [set(mine) for mine in tokens(trial)]
+    return any(
+        seen[rank] & seen[other]
+        for rank in range(trial.world_size)
+        for other in set(range(rank)) - sharing(trial.case.facts["sizes"], rank, ("tp",))
+    )
+
+
+def not_cleared(trial: Trial, rank: int) -> bool:
+    """Return whether the first step is right, and the second has the gradients of both."""
+    first, second = (right_step(trial, rank, step) for step in (0, 1))
+    found = trial.results[rank]["gradients"][1]
+    more = {name: found[name] - second[name] for name in CUT}
+    return alike(first_step(trial, rank), first) and (
+        scale(more, {name: first[name] for name in CUT}) is not None
+    )
+
+
+def never_clipped(trial: Trial, rank: int) -> bool:
+    """Return whether the norm is right, but the optimizer got unclipped gradients."""
+    right = trial.case.expected[rank]["norms"][0]
+    unclipped = is_times(trial, rank, trial.case.facts["times"])
+    return unclipped and norm_is([trial], lambda *_: [right**2])
+
+
+def squares_of(trial: Trial, ranks: Iterable[int], names: Collection[str]) -> float:
+    """Return the squares of these ranks' gradients which no message has touched."""
+    local = measured(trial, "local")
+    return sum(float(local[rank][name].square().sum()) for rank in ranks for name in names)
+
+
+def untouched(trial: Trial, rank: int) -> Sequence[float]:
+    """Return the squared norms of gradients before they are summed."""
+    every = set(trial.case.facts["squares"])
+    own, peers = [rank], sharing(trial.case.facts["sizes"], rank, ("tp",))
+    return (
+        squares_of(trial, own, every),
+        squares_of(trial, peers, every),
+        squares_of(trial, peers, CUT) + squares_of(trial, own, every - set(CUT)),
+    )
+
+
+def with_replicas(trial: Trial, _: int) -> Iterable[float]:
+    """Return the squared norms that count the parts, or the rest, several times."""
+    sizes, squares = trial.case.facts["sizes"], trial.case.facts["squares"]
+    times = {1, *sizes.values(), shares(sizes), trial.world_size}
+    parts, partial, bias = (sum(squares[n] for n in of) for of in (CUT, PARTIAL, ["bias"]))
+    return (
+        a * parts + b * partial + c * bias
+        for a, b, c in itertools.product(times, repeat=3)
+        if max(a, b, c) > 1
+    )
+
+
+def of_own_part(trial: Trial, rank: int) -> Sequence[float]:
+    """Return the square of what the rank's own optimizer saw, before clipping."""
+    return [sum(float(g.square().sum()) for g in first_step(trial, rank).values())]
+
+
+MISCONCEPTIONS = (  # in the order in which they are tried
+    *MESSAGES,
+    Misconception(
+        "share cut along tp too",
+        "Ranks along tp computed different samples, or different times. They hold parts of the "
+        "same matrices: only together can they compute a sample, so all of them need the same.",
+        lambda trials: all_show(
+            (t for t in ended(trials, 2) if t.case.facts["sizes"]["tp"] > 1), share_along_tp
+        ),
+    ),
+    Misconception(
+        "whole batch on every rank",
+        "The ranks along dp or cp compute the same tokens again. The values may be right, but "
+        "more ranks don't make a step any faster.",
+        lambda trials: any(map(whole_batch, ended(trials, 2))),
+    ),
+    Misconception(
+        "reduces over the world",
+        "Gradients are added up over all ranks of the world. Ranks along tp hold different parts "
+        "of the matrices: their gradients don't belong together.",
+        over_the_world,
+    ),
+    Misconception(
+        "parts summed over tp",
+        "The gradients of parameters that are cut are added up along tp. Each rank has a "
+        "different part of the matrix, so this adds gradients of different weights.",
+        on_free(sums_over(*AXES), 2),
+    ),
+    Misconception(
+        "groups of the wrong ranks",
+        "Gradients are added up over ranks that don't share a part of the model: rows and columns "
+        "of the mesh are confused. The last axis runs fastest.",
+        lambda trials: all_show(free(trials, 2), wrong_groups),
+    ),
+    replace(NEVER_REDUCED, seen=on_free(sums_over())),
+    Misconception(
+        "cp left out",
+        "Gradients are averaged along dp only. Ranks along cp computed other parts of the same "
+        "sequences with the same weights, so their gradients count as well.",
+        lambda trials: on_free(sums_over("dp"))(
+            [t for t in trials if t.case.facts["sizes"]["cp"] > 1]
+        ),
+    ),
+    Misconception(
+        "divides by the world size",
+        "The sum of the gradients is divided by the number of all ranks. Ranks along tp share one "
+        "piece of the batch, so there are only dp · cp pieces to average.",
+        scaled(lambda sizes: 1 / sizes["tp"]),
+    ),
+    Misconception(
+        "sum for mean",
+        "Gradients are added up and not averaged. Each belongs to the mean loss of one piece of "
+        "the batch, so the sum is dp · cp times too large.",
+        scaled(shares),
+    ),
+    Misconception(
+        "partial gradients not summed",
+        "The layer norm's gradients are not added up along tp. Each rank along tp used these "
+        "weights for its own part of the time, so its copies now drift apart.",
+        on_free(
+            lambda *rank: sums_over("dp", "cp", name="norm.weight")(*rank) and cut_is_right(*rank),
+            2,
+        ),
+    ),
+    Misconception(
+        "partial gradients averaged",
+        "The layer norm's gradients are averaged along tp. They are parts of one sum, not "
+        "gradients of several mean losses.",
+        on_free(
+            lambda trial, rank: (
+                cut_is_right(trial, rank)
+                and is_times(trial, rank, 1 / trial.case.facts["sizes"]["tp"], PARTIAL)
+            ),
+            2,
+        ),
+    ),
+    replace(added_to_the_last, seen=on_free(not_cleared)),
+    Misconception(
+        "gradients never clipped",
+        "The norm is right, but no gradient is multiplied by max_norm / norm before the "
+        "optimizer's step.",
+        lambda trials: all_show(
+            on_ranks(t for t in ended(trials) if t.case.facts["clips"]), never_clipped
+        ),
+    ),
+    Misconception(
+        "norm before the sum",
+        "Each rank takes the norm of its own gradients, before they are added up. The norm of a "
+        "sum isn't that of its parts, so the ranks clip by factors that have no meaning.",
+        lambda trials: norm_is(
+            (t for t in free(trials) if t.world_size > t.case.facts["sizes"]["tp"]), untouched
+        ),
+    ),
+    Misconception(
+        "norm counts replicas twice",
+        "Some numbers count several times in the norm, because several ranks hold them. A larger "
+        "norm clips too much. Each number of the model must count once.",
+        lambda trials: norm_is(filter(wrong_norm, ended(trials, 2)), with_replicas),
+    ),
+    Misconception(
+        "norm of one rank's part",
+        "The norm is that of the gradients on this rank. With parts of the matrices on other "
+        "ranks, every rank then clips by another factor.",
+        lambda trials: norm_is(free(trials, 2), of_own_part),
+    ),
+)
 
 
 EXERCISES = [

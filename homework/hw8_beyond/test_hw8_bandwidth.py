@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101 import Network
-from parallel101.laboratory.exercises.harness import clock_seconds
+from parallel101.laboratory.exercises.training_exercises import clock_seconds
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -29,7 +30,7 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
     mistake,
 )
-from parallel101.laboratory.grade.exercise_checks import MESSAGES, RING_FACTOR, ended
+from parallel101.laboratory.grade.exercise_checks import MESSAGES, RING_FACTOR, ended, on_ranks
 from parallel101.spans import compute, span
 
 LAUNCH, SET_UP = 1e-9, 5e-3  # seconds of each call, and of the first one
@@ -156,16 +157,11 @@ def shows(
     expected: Callable[[Trial], float], kinds: Sequence[str] = KINDS
 ) -> Callable[[Sequence[Trial]], bool]:
     """Whether every wrong run is of these kinds, and its result so many times the right one."""
-
-    def seen(trials: Sequence[Trial]) -> bool:
-        found = wrong_ones(trials)
-        return bool(found) and all(
-            t.case.facts["kind"] in kinds
-            and all(about(ratio(t, r), expected(t)) for r in range(t.world_size))
-            for t in found
+    return every(lambda trials: on_ranks(wrong_ones(trials)))(
+        lambda trial, rank: (
+            trial.case.facts["kind"] in kinds and about(ratio(trial, rank), expected(trial))
         )
-
-    return seen
+    )
 
 
 @mistake(
@@ -173,18 +169,12 @@ def shows(
     "The time is that of starting the collectives. A call that returns a work has not moved a "
     "byte yet: the clock counts once the work is done.",
 )
-def early(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: on_ranks(ended(trials, 2)))
+def early(trial: Trial, rank: int) -> bool:
     """In every run, the time is that of the launches."""
-
-    def launches(trial: Trial, rank: int) -> bool:
-        facts = trial.case.facts
-        found = trial.results[rank]
-        if not isinstance(found, float) or not math.isfinite(found):
-            return False
-        return 0 < facts["nbytes"] * facts["factor"] / found <= 3 * LAUNCH
-
-    found = ended(trials, 2)
-    return bool(found) and all(launches(t, r) for t in found for r in range(t.world_size))
+    facts, found = trial.case.facts, trial.results[rank]
+    finite = isinstance(found, float) and math.isfinite(found)
+    return finite and 0 < facts["nbytes"] * facts["factor"] / found <= 3 * LAUNCH
 
 
 @mistake(
@@ -192,23 +182,14 @@ def early(trials: Sequence[Trial]) -> bool:
     "The first call sets up the connections, and its time is counted. Training pays that "
     "once, so it says nothing about the links.",
 )
-def first_call_counts(trials: Sequence[Trial]) -> bool:
+@every(lambda trials: on_ranks(ended(trials, 2)))
+def first_call_counts(trial: Trial, rank: int) -> bool:
     """The time of a call is too long by the set-up, shared by one call more or less."""
-    found = wrong_ones(trials)
-
-    def shared(trial: Trial, rank: int) -> bool:
-        facts = trial.case.facts
-        more = facts["seconds"] / ratio(trial, rank) - facts["seconds"]
-        wait = 1e-3 * trial.world_size  # for ranks that begin later
-        return (facts["repeats"] + 1) * more >= SET_UP and facts["repeats"] * more <= (
-            1.01 * (SET_UP + wait) + facts["seconds"]
-        )
-
-    return (
-        bool(found)
-        and len(found) == len(ended(trials, 2))
-        and all(shared(t, r) for t in found for r in range(t.world_size))
-    )
+    facts = trial.case.facts
+    more = facts["seconds"] / ratio(trial, rank) - facts["seconds"]
+    wait = 1e-3 * trial.world_size  # for ranks that begin later
+    most = 1.01 * (SET_UP + wait) + facts["seconds"]
+    return (facts["repeats"] + 1) * more >= SET_UP and facts["repeats"] * more <= most
 
 
 def all_reduce_factor(trial: Trial) -> float:

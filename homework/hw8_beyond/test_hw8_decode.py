@@ -9,9 +9,8 @@ from parallel101.laboratory.exercises.attention_exercises import (
     HEADS,
     ITEM,
     WIDTH,
-    only_large_overflow,
 )
-from parallel101.laboratory.exercises.wrong_values import gives
+from parallel101.laboratory.exercises.wrong_values import gives, only_large_overflow, right_but
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -26,7 +25,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     ask_sent,
     bytes_sent,
     communicated,
-    failed,
     value,
 )
 
@@ -100,17 +98,11 @@ def least(case: Case) -> list[int]:
     "The values are right, but the cache itself travels. It grows with every token, and the "
     "softmax over a rank's positions fits into a few numbers.",
 )
-def sends_the_cache(trials: Sequence[Trial]) -> bool:
+@right_but(2)
+def sends_the_cache(trial: Trial) -> bool:
     """All is right, and a rank's keys and values went to other ranks."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    return (
-        bool(several)
-        and not failed(trials)
-        and all(
-            sum(communicated(t)) >= sum(t.case.facts["cache"]) - max(t.case.facts["cache"])
-            for t in several
-        )
-    )
+    cache = trial.case.facts["cache"]
+    return sum(communicated(trial)) >= sum(cache) - max(cache)
 
 
 EXERCISES = [

@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.exercises.adjoint_exercises import AUTOGRAD_NOT_TOLD, CHANGED_IN_PLACE
+from parallel101.laboratory.exercises.adjoint_exercises import (
+    AUTOGRAD_NOT_TOLD,
+    CHANGED_IN_PLACE,
+    forward_backward,
+)
 from parallel101.laboratory.exercises.attention_exercises import unpacked
+from parallel101.laboratory.exercises.wrong_values import every, right_but
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     Case,
@@ -20,10 +25,12 @@ from parallel101.laboratory.grade.exercise import (
 from parallel101.laboratory.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
+    all_show,
     ask_sent,
     bytes_sent,
     communicated,
     failed,
+    on_ranks,
     right,
     value,
     wrong_trials,
@@ -31,7 +38,6 @@ from parallel101.laboratory.grade.exercise_checks import (
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.units import listed
 from parallel101.laboratory.sim.network import Network
-from parallel101.spans import compute, span, wait_span
 
 WIDTH = 16
 ROW = 8 * WIDTH  # bytes
@@ -39,15 +45,14 @@ ROW = 8 * WIDTH  # bytes
 
 def run_exchange(function: Callable, x: Tensor, g: Tensor, counts: list[int]) -> list[Any]:
     """Forward and backward, with g as the gradient of y."""
-    leaf = x.clone().requires_grad_()
-    with wait_span("forward"):
+    leaf, received = x.clone().requires_grad_(), None
+
+    def forward() -> Any:
+        nonlocal received
         y, received = unpacked_with_graph(function(leaf, list(counts)))
-    with span("loss"):
-        compute(1.0)
-    with wait_span("backward"):
-        if isinstance(y, Tensor) and y.requires_grad:
-            y.backward(g.clone() if g.shape == y.shape else torch.zeros_like(y))
-    y = y.detach() if isinstance(y, Tensor) else y
+        return y
+
+    y, _ = forward_backward(forward, g.clone())
     gradient = torch.zeros_like(x) if leaf.grad is None and not len(x) else leaf.grad
     return [y, gradient, received]
 
@@ -159,17 +164,12 @@ def another_order(trials: Sequence[Trial]) -> bool:
     def in_order(rows: Tensor) -> Tensor:
         return rows[rows[:, 0].argsort()]
 
-    wrong = wrong_trials(trials)
     pairs = [
-        (found[0], expected[0])
-        for trial in wrong
-        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        (trial.results[rank][0], trial.case.expected[rank][0])
+        for trial, rank in on_ranks(wrong_trials(trials))
     ]
-    return (
-        bool(wrong)
-        and not all(same(found, expected) for found, expected in pairs)
-        and all(same(in_order(found), in_order(expected)) for found, expected in pairs)
-    )
+    moved = not all(same(*pair) for pair in pairs)
+    return moved and all_show(pairs, lambda y, right: same(in_order(y), in_order(right)))
 
 
 @mistake(
@@ -177,29 +177,20 @@ def another_order(trials: Sequence[Trial]) -> bool:
     "y is right. In backward, only rows that never left this rank get a gradient. The others' "
     "gradients are on the ranks that got the rows.",
 )
-def never_sent_back(trials: Sequence[Trial]) -> bool:
-    wrong = wrong_trials(trials)
-    return bool(wrong) and all(
-        same(found[0], expected[0]) and same(found[1], own)
-        for trial in wrong
-        for found, expected, own in zip(
-            trial.results, trial.case.expected, trial.case.facts["own"], strict=True
-        )
-    )
+@every(wrong_trials)
+def never_sent_back(trial: Trial) -> bool:
+    right_ys = (same(f[0], e[0]) for f, e in zip(trial.results, trial.case.expected))
+    return all(right_ys) and same([f[1] for f in trial.results], trial.case.facts["own"])
 
 
 @mistake(
     "whole tensor shipped",
     "Every rank sends all its rows to every other rank, which needs few of them.",
 )
-def all_to_everyone(trials: Sequence[Trial]) -> bool:
+@right_but(3)
+def all_to_everyone(trial: Trial) -> bool:
     """All is right, and the ranks send each row to every other rank, forward at least."""
-    large = [trial for trial in trials if trial.world_size > 2]
-    return (
-        bool(large)
-        and not failed(trials)
-        and all(sum(communicated(t)) >= (t.world_size - 1) * t.case.facts["whole"] for t in large)
-    )
+    return sum(communicated(trial)) >= (trial.world_size - 1) * trial.case.facts["whole"]
 
 
 def padded(trials: Sequence[Trial]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.laboratory.exercises.tensor_parallel_exercises import graph_cut
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
@@ -329,39 +330,29 @@ def dropped_counted(trials: Sequence[Trial]) -> bool:
     "y is right, but gate gets no gradient, so the router never learns. The product with the "
     "gate must be part of the graph.",
 )
-def gate_lost(trials: Sequence[Trial]) -> bool:
+@every(wrong_trials)
+def gate_lost(trial: Trial) -> bool:
     """y is right, and no gate has a gradient."""
-    wrong = wrong_trials(trials)
-    return bool(wrong) and all(
-        y_right(trial) and all(r[2] is None or not bool(r[2].any()) for r in trial.results)
-        for trial in wrong
-    )
+    return y_right(trial) and all(r[2] is None or not r[2].any() for r in trial.results)
 
 
 @mistake(
     "gradient stops at the message",
     "y is right, but x gets no gradient: the rows' gradients never come home.",
 )
-def x_lost(trials: Sequence[Trial]) -> bool:
+@every(wrong_trials)
+def x_lost(trial: Trial) -> bool:
     """y is right, and x or the experts of most ranks get no gradient."""
-    wrong = wrong_trials(trials)
-    return bool(wrong) and all(
-        y_right(trial) and all(r[1] is None or not bool(r[1].any()) for r in trial.results)
-        for trial in wrong
-    )
+    return y_right(trial) and all(r[1] is None or not r[1].any() for r in trial.results)
 
 
 @mistake(
     "gate forgotten",
     "The experts' results are added as they are. Each must be weighted by its gate.",
 )
-def gate_forgotten(trials: Sequence[Trial]) -> bool:
-    wrong = wrong_trials(trials)
-    return bool(wrong) and all(
-        same(result[0], out.sum(1))
-        for trial in wrong
-        for result, out in zip(trial.results, trial.case.facts["outputs"], strict=True)
-    )
+@every(wrong_trials)
+def gate_forgotten(trial: Trial) -> bool:
+    return same([r[0] for r in trial.results], [out.sum(1) for out in trial.case.facts["outputs"]])
 
 
 @mistake(

@@ -29,7 +29,7 @@ SHOWN = {"hang": "Wednesday", "slow": "January", "wrong": "Thursday"}  # seeds i
 
 def case_of(found: Hunt) -> Case:
     """One run of the learner's function, on the record of a run with a fault."""
-    facts: dict[str, Any] = {"lines": found.lines, "n": found.world_size, **found.facts}
+    facts: dict[str, Any] = {"n": found.world_size, **found.facts}
     records = found.records()
     if isinstance(found.error, DeadlockError):
         facts["stuck"] = {

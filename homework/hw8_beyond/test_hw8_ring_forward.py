@@ -18,10 +18,9 @@ from parallel101.laboratory.exercises.attention_exercises import (
     few_blocks,
     merge,
     never_called,
-    only_large_overflow,
     unpacked,
 )
-from parallel101.laboratory.exercises.wrong_values import gives
+from parallel101.laboratory.exercises.wrong_values import gives, only_large_overflow, right_but
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,
     Case,
@@ -219,14 +218,10 @@ def hidden() -> Check:
     "one exchange too many",
     "The blocks go round until each is home again. Nobody needs that last exchange.",
 )
-def once_more(trials: Sequence[Trial]) -> bool:
+@right_but(2)
+def once_more(trial: Trial) -> bool:
     """All is right, and every rank makes n exchanges."""
-    several = [trial for trial in trials if trial.world_size > 1]
-    return (
-        bool(several)
-        and not failed(trials)
-        and all(set(messages(t)) <= {t.world_size, 2 * t.world_size} for t in several)
-    )
+    return {*messages(trial)} <= {trial.world_size, 2 * trial.world_size}
 
 
 @mistake(

@@ -19,6 +19,7 @@ from parallel101.laboratory.exercises.estimate_exercises import (
     numbers,
     off_by,
 )
+from parallel101.laboratory.exercises.wrong_values import every
 from parallel101.laboratory.grade.exercise import (
     Case,
     Draw,
@@ -60,33 +61,15 @@ INTERVAL = EstimatePart("interval", "the interval that loses least")
 LOST = EstimatePart("lost", "the share of time that is lost with your interval", uses=("interval",))
 
 
-def without(term: str):
-    """The lost share relative to the right one, if a term is left out or counted wrong."""
+def lost_as(more: Callable[[Facts, float], float]) -> Callable[[Sequence[Trial]], bool]:
+    """Whether the lost share is wrong by so much in all runs, given the learner's interval."""
 
-    def factor(trial: Trial) -> float:
+    def shows(trial: Trial) -> bool:
         facts, said = trial.case.facts, numbers(trial)
-        interval, between = said["interval"], facts["between"]
-        more = {
-            "restart": -facts["restart"] / between,
-            "half": interval / 2 / between,
-            "write": -facts["write"] / interval,
-        }[term]
-        return 1 + more / answers().lost(facts, said)
+        wrong = answers().lost(facts, said) + more(facts, said["interval"])
+        return said["interval"] > 0 and about(said["lost"], wrong, 1e-4)
 
-    return factor
-
-
-def lost_as(*terms: str):
-    """Whether the lost share lacks these terms in all runs."""
-
-    def seen(trials: Sequence[Trial]) -> bool:
-        found = ended(trials)
-        return bool(found) and all(
-            about(LOST.ratio(t), 1 + sum(without(term)(t) - 1 for term in terms), 1e-4)
-            for t in found
-        )
-
-    return seen
+    return every(ended)(shows)
 
 
 CHECKPOINT = Exercise(
@@ -112,7 +95,7 @@ CHECKPOINT = Exercise(
         Misconception(
             "whole interval lost",
             "A failure comes anywhere in an interval, so on average half of it is computed again.",
-            lost_as("half"),
+            lost_as(lambda f, interval: interval / 2 / f["between"]),
         ),
         Misconception(
             "as many failures as writes",
@@ -129,13 +112,13 @@ CHECKPOINT = Exercise(
             "restart forgotten",
             "The interval doesn't depend on the restart, but the lost time does: each failure "
             "costs a restart.",
-            lost_as("restart"),
+            lost_as(lambda f, interval: -f["restart"] / f["between"]),
         ),
         Misconception(
             "half of the loss forgotten",
             "Time is lost to writing, and to computing again after a failure. At the best "
             "interval the two are equal, and one of them is missing here.",
-            lost_as("write"),
+            lost_as(lambda f, interval: -f["write"] / interval),
         ),
     ),
     hints=(
@@ -187,19 +170,13 @@ STEP = EstimatePart("step", "the mean time of a step, given your probability", u
 
 def step_as(*formulas: Callable[[Facts, float], float]) -> Callable[[Sequence[Trial]], bool]:
     """Whether a formula of the facts and the learner's probability explains "step" in all runs."""
-    factors = [
-        lambda trial, formula=formula: (
-            formula(trial.case.facts, numbers(trial).get("slow", 0.0))
-            / answers().step(trial.case.facts, numbers(trial))
-        )
-        for formula in formulas
-    ]
 
     def seen(trials: Sequence[Trial]) -> bool:
-        found = ended(trials)
-        constant = len({numbers(trial).get("step") for trial in found}) == 1
+        found = [(trial.case.facts, numbers(trial)) for trial in ended(trials)]
+        constant = len({said["step"] for _, said in found}) == 1
         return not constant and any(
-            all(about(STEP.ratio(t), factor(t), 1e-4) for t in found) for factor in factors
+            all(about(said["step"], formula(f, said.get("slow", 0.0)), 1e-4) for f, said in found)
+            for formula in formulas
         )
 
     return seen

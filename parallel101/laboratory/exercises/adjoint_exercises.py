@@ -8,12 +8,13 @@ is right, and what the usual mistakes would give, so that they can be named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from parallel101.laboratory.grade.compared_values import same
 from parallel101.laboratory.grade.exercise import Case, Check, Misconception, Trial, mistake
@@ -32,27 +33,49 @@ from parallel101.spans import compute, span, wait_span
 REFUSED = "nothing: it raised a ValueError"
 
 
-def forward_and_backward(function: Callable, x: Tensor, g: Tensor, *rest: Any) -> Any:
-    """Run function(x, *rest) forward and backward, with g as the gradient of y.
+def forward_backward(
+    forward: Callable[[], Any], g: Tensor, weights: Iterable[Tensor] = ()
+) -> tuple[Any, int]:
+    """Run forward and backward, each in a span, with g as the gradient of the result.
 
-    Returns y and the gradient of x; REFUSED if the function raised a ValueError. If y has no
-    backward, the gradient is None. If y has another shape than g, its gradient is zeros, so that
-    all ranks take part in the backward.
+    If the result has another shape than g, its gradient is zeros, so that all ranks take part in
+    the backward. There is none if the result has no graph.
+
+    On the virtual clock only messages take time, so the spans are time in which the rank waits; the
+    loss between them takes a second.
+
+    Returns:
+        The result, and the bytes that autograd keeps for backward besides the weights.
     """
-    leaf = x.detach().requires_grad_()
-    try:
-        with wait_span("forward"):
-            y = function(leaf, *rest)
-    except ValueError:
-        return REFUSED
-    if not isinstance(y, Tensor):
-        return y, None
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with wait_span("forward"), saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = forward()
     with span("loss"):
         compute(1.0)
     with wait_span("backward"):
-        if y.requires_grad:
-            y.backward(g if g.shape == y.shape else torch.zeros_like(y))
-    return y.detach(), leaf.grad
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.backward(g.to(y.dtype) if g.shape == y.shape else torch.zeros_like(y))
+    for weight in weights:
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    return y.detach() if isinstance(y, Tensor) else y, sum(kept.values())
+
+
+def run_both_ways(function: Callable, x: Tensor, g: Tensor, *rest: Any) -> Any:
+    """Run function(x, *rest) forward and backward, with g as the gradient of y.
+
+    Returns y and the gradient of x, or None; REFUSED if the function raised a ValueError.
+    """
+    leaf = x.detach().requires_grad_()
+    try:
+        y, _ = forward_backward(lambda: function(leaf, *rest), g)
+    except ValueError:
+        return REFUSED
+    return y, leaf.grad
 
 
 def right_both_ways(says: str) -> Check:

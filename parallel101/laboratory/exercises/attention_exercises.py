@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.laboratory.exercises.harness import PeakBytes
+from parallel101.laboratory.exercises.training_exercises import PeakBytes
 from parallel101.laboratory.grade.exercise import Check, Draw, Trial
 from parallel101.laboratory.grade.exercise_checks import (
-    all_show,
     at_most,
     failed,
-    wrong_trials,
 )
 from parallel101.laboratory.sim.network import Network
 from parallel101.spans import compute, span
@@ -201,17 +199,6 @@ def all_gathered(trials: Sequence[Trial]) -> bool:
 
 
 # ---- usual mistakes ----
-
-
-def only_large_overflow(trials: Sequence[Trial]) -> bool:
-    """Return whether only large scores go wrong, with numbers that are infinite or NaN."""
-
-    def overflows(trial: Trial) -> bool:
-        results = [r if isinstance(r, list | tuple) else [r] for r in trial.results]
-        parts = [part for result in results for part in result if isinstance(part, Tensor)]
-        return trial.case.facts["large"] and not all(part.isfinite().all() for part in parts)
-
-    return all_show(wrong_trials(trials), overflows)
 
 
 def unpacked(found: Any, count: int) -> list[Any]:

@@ -11,23 +11,44 @@ text. Answers come from a secret seed, so this file tells nobody what they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from parallel101.laboratory.grade.exercise import Draw, module_of
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.network import Network
 
-# the plan, the faulty line by its mark, and what rules about wrong answers need
-Faulty = tuple[dict[str, Any], str, dict[str, Any]]
 FILE = "train.py"
-CAUSES = {
-    "hang": ("missing call", "different order", "wrong peer"),
-    "slow": ("slow compute", "large message", "late send"),
-    "wrong": ("not summed", "divided twice", "stale gradient", "skipped update"),
+# by kind and cause, the tables of the plan in which the fault may be: the table, the mark of the
+# line, and what the culprit's entry becomes, given a number that the seed draws
+FAULTS: dict[str, dict[str, list[tuple[str, str, Callable[[Any, int], Any]]]]] = {
+    "hang": {
+        "missing call": [
+            ("sends", "send", lambda sends, k: False),
+            ("reports", "loss", lambda reports, k: False),
+        ],
+        "different order": [("buckets", "bucket", lambda buckets, k: buckets[::-1])],
+        "wrong peer": [("distance", "send", lambda distance, k: k)],
+    },
+    "slow": {
+        "slow compute": [
+            (part, part, lambda seconds, k: 2.5 * seconds) for part in ("load", "forward")
+        ],
+        "large message": [("rows", "send", lambda rows, k: 4 * rows)],
+        "late send": [("receives first", "send", lambda first, k: True)],
+    },
+    "wrong": {
+        "not summed": [("uses", "gradient", lambda uses, k: "own")],
+        "divided twice": [("uses", "gradient", lambda uses, k: "mean again")],
+        "stale gradient": [("uses", "gradient", lambda uses, k: "before")],
+        "skipped update": [("updates", "weights", lambda updates, k: False)],
+    },
 }
+CAUSES = {kind: tuple(faults) for kind, faults in FAULTS.items()}
 HEAD = """import inspect
 
 import torch
@@ -38,24 +59,24 @@ from parallel101 import compute, span
 FORWARD = '''
 def forward(plan, step):
     """Compute, which takes time."""
-    mine = plan["seconds"][dist.get_rank()][step]
+    rank = dist.get_rank()
     with span("load"):  #load
-        compute(mine[0])
+        compute(plan["load"][step][rank])
     with span("forward"):  #forward
-        compute(mine[1])
+        compute(plan["forward"][step][rank])
 '''
 EXCHANGE = '''
 def exchange(plan, step):
     """Send to the next rank, and receive from the one before."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    rows, to = plan["rows"][step], plan["next"][step][rank]
+    rows, to = plan["rows"][step], (rank + plan["distance"][step][rank]) % n
     before = (rank - 1) % n
     got, works = torch.empty(rows[before]), []
-    if plan["receives first"][rank]:
+    if plan["receives first"][step][rank]:
         dist.recv(got, before)  #first_recv
     if plan["sends"][step][rank]:
         works.append(dist.isend(torch.ones(rows[rank]), to))  #send
-    if not plan["receives first"][rank]:
+    if not plan["receives first"][step][rank]:
         works.append(dist.irecv(got, before))  #recv
     for work in works:
         work.wait()
@@ -141,8 +162,8 @@ class Hunt:
         world_size: the number of ranks.
         plan: what each rank does in each step, with the fault.
         answer: (rank, line, cause).
-        lines: the lines of the calls, by what they do: "send", "recv", "bucket", …
-        facts: what rules about wrong answers need.
+        facts: what rules about wrong answers need: the "lines" of the calls, by what they do
+            ("send", "recv", "bucket", …), and the rank that is slow "once".
         trace: the record of the run; if the run hangs, up to that moment.
         error: the DeadlockError of a run that hangs.
         logs: the values that each rank wrote down.
@@ -153,7 +174,6 @@ class Hunt:
     world_size: int
     plan: dict[str, Any] = field(repr=False)
     answer: tuple[int, int, str] = field(repr=False)
-    lines: dict[str, int] = field(repr=False)
     facts: dict[str, Any] = field(repr=False)
     trace: Trace = field(repr=False)
     error: DeadlockError | None = field(repr=False)
@@ -170,18 +190,18 @@ class Hunt:
         if self.kind == "wrong":
             return self.logs
         rows: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
-        for events, ended in ((self.trace.events, True), (self.trace.unfinished, False)):
-            for event in events:
-                row = {
-                    "call": event.name if event.kind == "span" else event.kind,
-                    "line": int(event.where.rpartition(":")[2]),
-                    "peer": event.peer,
-                    "group": event.group.name,
-                    "nbytes": event.nbytes,
-                    "posted": event.posted,
-                    "end": event.end if ended else None,
-                }
-                rows[event.rank].append(row)
+        unfinished = self.trace.unfinished
+        for event in (*self.trace.events, *unfinished):
+            row = {
+                "call": event.name if event.kind == "span" else event.kind,
+                "line": int(event.where.rpartition(":")[2]),
+                "peer": event.peer,
+                "group": event.group.name,
+                "nbytes": event.nbytes,
+                "posted": event.posted,
+                "end": None if event in unfinished else event.end,
+            }
+            rows[event.rank].append(row)
         return [sorted(own, key=lambda row: (row["posted"], row["line"])) for own in rows]
 
 
@@ -203,9 +223,15 @@ def hunt(kind: str, seed: str, cause: str | None = None, rank: int | None = None
         raise ValueError(f"cause must be one of {', '.join(CAUSES[kind])}; got {cause!r}")
     culprit = draw.integer(0, n - 1) if rank is None else rank % n
     source, lines = _text(kind, draw)
-    plan, line, facts = MADE[kind](draw, n, steps, culprit, cause)
-    ran = _run(source, plan, n)
-    return Hunt(kind, source, n, plan, (culprit, lines[line], cause), lines, facts, *ran)
+    plan, once = _plan(draw, n, steps), (culprit + draw.integer(1, n - 1)) % n
+    if kind == "slow":  # another rank, in one step
+        plan[draw.choice(("load", "forward"))][draw.integer(0, steps - 1)][once] *= 2.5
+    table, mark, change = draw.choice(FAULTS[kind][cause])
+    step, k = draw.integer(1, steps - 2), draw.integer(2, n - 1)
+    for row in plan[table] if kind == "slow" else plan[table][step : step + 1]:
+        row[culprit] = change(row[culprit], k)
+    answer, facts = (culprit, lines[mark], cause), {"lines": lines, "once": once}
+    return Hunt(kind, source, n, plan, answer, facts, *_run(source, plan, n))
 
 
 def _run(source: str, plan: dict[str, Any], n: int) -> tuple[Trace, DeadlockError | None, list]:
@@ -222,12 +248,10 @@ def _run(source: str, plan: dict[str, Any], n: int) -> tuple[Trace, DeadlockErro
 
 def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
     """Return the program, with its functions and comments shuffled, and its marked lines."""
-    if kind == "wrong":
-        parts, main = [WATCH, AVERAGE, UPDATE], TRAIN
-    else:
-        # the exchange comes first: a rank that is ahead waits for the one before
-        rest = CALLS[1:] if kind == "slow" else _shuffled(draw, CALLS[1:])
-        parts, main = [FORWARD, EXCHANGE, REDUCE, REPORT], "".join([MAIN, CALLS[0], *rest])
+    parts, main = [WATCH, AVERAGE, UPDATE], TRAIN
+    if kind != "wrong":  # the exchange comes first: a rank that is ahead waits for the one before
+        parts = [FORWARD, EXCHANGE, REDUCE, REPORT]
+        main = "".join([MAIN, CALLS[0], *_shuffled(draw, CALLS[1:])])
     text = HEAD
     for part in [*_shuffled(draw, parts), main]:
         comments = _shuffled(draw, COMMENTS)[: draw.integer(0, 3)]
@@ -238,75 +262,32 @@ def _text(kind: str, draw: Draw) -> tuple[str, dict[str, int]]:
 
 
 def _shuffled(draw: Draw, items: Sequence[str]) -> list[str]:
-    rest = list(items)
-    return [rest.pop(draw.integer(0, len(rest) - 1)) for _ in items]
-
-
-def _table(steps: int, n: int, value: Any) -> list[list[Any]]:
-    """Return a table [step][rank] in which every entry is `value`."""
-    return [[value for _ in range(n)] for _ in range(steps)]
+    return [items[i] for i in torch.randperm(len(items), generator=draw.generator)]
 
 
 def _plan(draw: Draw, n: int, steps: int) -> dict[str, Any]:
-    """Return the plan of a program without a fault: the actions of each rank in each step.
+    """Return the plan of a program without a fault: tables [step][rank] of what each rank does.
 
     The seconds of computing differ by a few percent.
     """
+
+    def table(entry: Callable[[], Any]) -> list[list[Any]]:
+        return [[entry() for _ in range(n)] for _ in range(steps)]
+
+    usual = {
+        "rows": 1000 * draw.integer(5, 9),
+        "distance": 1,
+        "sends": True,
+        "receives first": False,
+        "buckets": [0, 1],
+        "reports": True,
+        "uses": "mean",
+        "updates": True,
+    }
     return {
         "steps": steps,
-        "seconds": [
-            [[draw.integer(95, 105) / 100, draw.integer(190, 210) / 100] for _ in range(steps)]
-            for _ in range(n)
-        ],
-        "rows": _table(steps, n, 1000 * draw.integer(5, 9)),
-        "next": [[(rank + 1) % n for rank in range(n)] for _ in range(steps)],
-        "sends": _table(steps, n, True),
-        "receives first": [False] * n,
-        "buckets": _table(steps, n, [0, 1]),
-        "reports": _table(steps, n, True),
+        "seed": draw.integer(0, 10**6),
+        "load": table(lambda: draw.integer(95, 105) / 100),
+        "forward": table(lambda: draw.integer(190, 210) / 100),
+        **{name: [[value] * n for _ in range(steps)] for name, value in usual.items()},
     }
-
-
-def _hang(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
-    plan, step = _plan(draw, n, steps), draw.integer(1, steps - 1)
-    fault: Any = False
-    if cause == "missing call":
-        table, line = draw.choice((("sends", "send"), ("reports", "loss")))
-    elif cause == "different order":
-        table, line, fault = "buckets", "bucket", [1, 0]
-    else:
-        table, line, fault = "next", "send", (culprit + draw.integer(2, n - 1)) % n
-    plan[table][step][culprit] = fault
-    return plan, line, {}
-
-
-def _slow(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
-    plan, line = _plan(draw, n, steps), "send"
-    once = (culprit + draw.integer(1, n - 1)) % n  # another rank, which is slow in one step only
-    plan["seconds"][once][draw.integer(0, steps - 1)][draw.integer(0, 1)] *= 2.5
-    if cause == "slow compute":
-        which = draw.integer(0, 1)
-        line = ("load", "forward")[which]
-        for seconds in plan["seconds"][culprit]:
-            seconds[which] *= 2.5
-    elif cause == "large message":
-        for rows in plan["rows"]:
-            rows[culprit] *= 4
-    else:
-        plan["receives first"][culprit] = True
-    return plan, line, {"once": once}
-
-
-def _wrong(draw: Draw, n: int, steps: int, culprit: int, cause: str) -> Faulty:
-    step, seed = draw.integer(1, steps - 2), draw.integer(0, 10**6)
-    uses, updates = _table(steps, n, "mean"), _table(steps, n, True)
-    if cause == "skipped update":
-        updates[step][culprit] = False
-    else:
-        uses[step][culprit] = USES[cause]
-    line = "weights" if cause == "skipped update" else "gradient"
-    return {"steps": steps, "seed": seed, "uses": uses, "updates": updates}, line, {}
-
-
-USES = {"not summed": "own", "divided twice": "mean again", "stale gradient": "before"}
-MADE = {"hang": _hang, "slow": _slow, "wrong": _wrong}

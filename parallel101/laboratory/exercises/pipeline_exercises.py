@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel101.laboratory.exercises.harness import backward_takes
+from parallel101.laboratory.exercises.training_exercises import backward_takes
 from parallel101.laboratory.exercises.wrong_values import gives
 from parallel101.laboratory.grade.exercise import (
     ANYTHING,

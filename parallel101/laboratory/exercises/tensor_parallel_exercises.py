@@ -7,7 +7,6 @@ so that they can be named.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel101.laboratory.exercises.adjoint_exercises import forward_backward
 from parallel101.laboratory.exercises.wrong_values import (
     Seen,
     every_wrong,
@@ -30,50 +30,12 @@ from parallel101.laboratory.grade.exercise_checks import (
     failed,
     on_ranks,
 )
-from parallel101.spans import compute, span, wait_span
 
 NUMBER = 8  # bytes of a float64
 
 
 def leaf(tensor: Tensor) -> Tensor:
     return tensor.clone().requires_grad_()
-
-
-def forward_backward(
-    forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weights: Sequence[Tensor]
-) -> tuple[Tensor, int]:
-    """Run forward and backward, each in a span.
-
-    Returns the result, and the bytes that autograd keeps for backward besides the weights. There is
-    no backward from a result that has no graph, or that `loss` can't take: the check of the values
-    says what is wrong with it.
-
-    On the virtual clock only messages take time, so the spans are time in which the rank waits; the
-    loss between them takes a second.
-    """
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with (
-        wait_span("forward"),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
-        y = forward()
-    with span("loss"):
-        compute(1.0)
-    total = None
-    if isinstance(y, Tensor) and y.requires_grad:
-        with contextlib.suppress(RuntimeError):  # another shape
-            total = loss(y)
-    with wait_span("backward"):
-        if total is not None and total.numel() == 1:
-            total.backward()
-    for weight in weights:
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    return y.detach() if isinstance(y, Tensor) else y, sum(kept.values())
 
 
 def sent_in(trial: Trial, name: str) -> int:
@@ -215,7 +177,7 @@ def run_module(build: Callable, *arguments: Any) -> list[Any]:
     model = build(*given)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     x = leaf(x)
-    y, kept = forward_backward(lambda: model(x), lambda y: (y * c).sum(), list(model.parameters()))
+    y, kept = forward_backward(lambda: model(x), c.clone(), model.parameters())
     return [y, x.grad, {name: p.grad for name, p in model.named_parameters()}, weights, kept]
 
 
