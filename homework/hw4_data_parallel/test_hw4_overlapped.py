@@ -158,6 +158,11 @@ def steps_of(trial: Trial) -> list[StepRecord]:
     return found
 
 
+def too_early(step: StepRecord) -> bool:
+    """Check whether gradients are sent before the last microbatch has begun."""
+    return step.first_sent is not None and step.first_sent <= step.last_forward
+
+
 def starts_early() -> Check:
     def wrong(trial: Trial) -> str | None:
         facts = trial.case.facts
@@ -165,6 +170,8 @@ def starts_early() -> Check:
             waits = step.ready_after - facts["compute"]
             if waits > MOST_EXPOSED * facts["communication"]:
                 return f"in step {step.step}, rank {step.rank}'s backward waits {waits:g} s"
+            if facts["microbatches"] > 1 and too_early(step):
+                return f"in step {step.step}, rank {step.rank} sends before its last microbatch"
             if step.first_sent is None or step.first_sent >= step.last_ready:
                 when = (
                     "never"
@@ -237,9 +244,7 @@ def every_microbatch(trials: Sequence[Trial]) -> bool:
         if trial.world_size > 1 and trial.case.facts["microbatches"] > 1 and trial.error is None
     ]
     found = [step for trial in several for step in steps_of(trial)]
-    return bool(found) and all(
-        step.first_sent is not None and step.first_sent <= step.last_forward for step in found
-    )
+    return bool(found) and all(map(too_early, found))
 
 
 @mistake(

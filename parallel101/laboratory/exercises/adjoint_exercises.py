@@ -23,7 +23,6 @@ from parallel101.laboratory.grade.exercise_checks import (
     at_most,
     communicated,
     ended,
-    failed,
     on_ranks,
     right,
     value,
@@ -143,13 +142,14 @@ def forms(
     "into equal parts, or a buffer gets the shape of the rank's own block.",
 )
 def only_equal_blocks(trials: Sequence[Trial]) -> bool:
-    """Return whether the runs with equal blocks are right, and some other run is not.
+    """Return whether the runs with equal blocks are right, and no others.
 
     A run that isn't right has wrong values or ended early.
     """
-    several = [trial for trial in trials if trial.world_size > 1]
-    equal = [trial for trial in several if len(set(trial.case.facts["sizes"])) == 1]
-    return bool(equal) and bool(failed(several)) and all(map(right, equal))
+    found: dict[bool, set[bool]] = {True: set(), False: set()}
+    for trial in (trial for trial in trials if trial.world_size > 1):
+        found[len(set(trial.case.facts["sizes"])) == 1].add(right(trial))
+    return found == {True: {True}, False: {False}}
 
 
 AUTOGRAD_NOT_TOLD = Misconception(
