@@ -18,6 +18,7 @@ from parallel101.laboratory.exercises.training_exercises import (
     count_weights,
     gradients_of,
     make_model,
+    mean_of,
     measured,
 )
 from parallel101.laboratory.exercises.wrong_values import every
@@ -140,7 +141,7 @@ def sharded_case(
     inputs, targets = (draw.tensors(n, STEPS, 2, width, dtype=torch.float64) for _ in range(2))
     model = make_model([width] * (LAYERS + 1), weights)
     local = [gradients_of(model, F.mse_loss(model(x[0]), y[0])) for x, y in zip(inputs, targets)]
-    norm = norm_of(_mean(local))
+    norm = norm_of(mean_of(local))
     max_norm = 0.4 * norm if clip else math.inf
     trained, momentum = train_whole(weights, torch.cat(inputs, 1), torch.cat(targets, 1), max_norm)
     others = {"peak": ANYTHING, "state": ANYTHING, "squares": ANYTHING, "gradient bytes": ANYTHING}
@@ -167,15 +168,11 @@ def sharded_case(
             "norm": min(norm, max_norm),
             "norm before": norm,
             "max_norm": max_norm,
-            "clipped locally": norm_of(_mean([clipped(own, max_norm) for own in local])),
+            "clipped locally": norm_of(mean_of([clipped(own, max_norm) for own in local])),
         },
         network=Network(latency=0.0, bandwidth=sizes["layer"]),  # a layer's weights take a second
         seconds=20.0,
     )
-
-
-def _mean(local: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([own[name] for own in local]).mean(0) for name in local[0]}
 
 
 def sharded_cases(draw: Draw) -> list[Case]:
