@@ -20,6 +20,7 @@ import inspect
 import os
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -32,7 +33,7 @@ from parallel101.laboratory.run_command import merge, run
 
 # by type, the word for an option's value in the help; other types have it beside their function
 VALUES: dict[Any, list[str]] = {int: ["N"], Path: ["PATH"]}
-# of what a `*name` takes; any other takes the arguments that the command doesn't know
+# how many arguments a `*name` takes; `*options` takes those that argparse doesn't know
 VARIADIC = {"names": "*", "arguments": argparse.REMAINDER}
 
 
@@ -67,13 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = _parser()
-    args, extra = parser.parse_known_args(argv)
-    if extra and not args.takes_extra:
-        args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    args, call = _parsed(argv)
     try:
         with needs_extra(f"parallel101 {args.command}"):
-            return args.run(args, extra)
+            return args.function(*call.args, **call.kwargs)
     except MissingExtra as error:
         print(error, file=sys.stderr)
         return 1
@@ -84,7 +82,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, inspect.BoundArguments]:
+    """Return what argparse reads, with the command as `function`, and the command's arguments."""
     about = "Learn how neural networks are trained on many GPUs and machines."
     parser = argparse.ArgumentParser(prog="parallel101", description=about)
     parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
@@ -94,65 +93,50 @@ def _parser() -> argparse.ArgumentParser:
         name, (text, *_) = example.split()[0], (inspect.getdoc(command) or "").split("\n\n")
         # bench has a --help of its own
         sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
-        sub.set_defaults(parser=sub, takes_extra=False)
-        add_arguments(sub, command)
+        sub.set_defaults(parser=sub, function=command)
+        _add_arguments(sub, command)
         greeting.append(f"  parallel101 {example}")
         greeting.append(f"      {text.partition('. ')[0].removesuffix('.')}.")
     greeting += ["", "All options of a command: parallel101 COMMAND --help"]
     commands.metavar = " | ".join(commands.choices)
-    parser.set_defaults(
-        parser=parser, takes_extra=False, run=lambda args, extra: print("\n".join(greeting)) or 0
-    )
-    return parser
+    parser.set_defaults(parser=parser, function=lambda: print("\n".join(greeting)) or 0)
+    args, extra = parser.parse_known_args(argv)
+    signature = inspect.signature(args.function)
+    if extra and "options" not in signature.parameters:
+        args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    given = OrderedDict((name, vars(args).get(name, extra)) for name in signature.parameters)
+    return args, inspect.BoundArguments(signature, given)
 
 
-def add_arguments(parser: argparse.ArgumentParser, command: Callable[..., int]) -> None:
-    """Give a parser the arguments of a function, and let it call the function with them."""
+def _add_arguments(parser: argparse.ArgumentParser, command: Callable[..., int]) -> None:
+    """Give a parser the arguments of a function, except `*options`."""
     texts = dict(
         re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", (inspect.getdoc(command) or ""), re.M)
     )
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    for parameter in parameters:
-        name, default, kind = parameter.name, parameter.default, parameter.annotation
-        text = " ".join(texts.get(name, "").split()).replace("%", "%%")
-        optional, required = type(None) in get_args(kind), default is parameter.empty
-        kind = get_args(kind)[0] if optional else kind
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        default, kind = parameter.default, parameter.annotation
+        kind = get_args(kind)[0] if type(None) in get_args(kind) else kind
         convert, *value = getattr(kind, "__metadata__", (kind, *VALUES.get(kind, ())))
-        options: dict[str, Any] = {"type": reader(convert)}
-        if get_origin(kind) is Literal:
-            options = {"choices": get_args(kind)}
+        text, required = " ".join(texts.get(name, "").split()), default is parameter.empty
         if not required and default and default != float("inf"):
             text += f" (default: {default})"
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            if name in VARIADIC:
-                parser.add_argument(name, nargs=VARIADIC[name], help=text)
-            else:
-                parser.set_defaults(takes_extra=True)
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
-            nargs = None if required else "?"
-            parser.add_argument(name, nargs=nargs, help=text, default=default, **options)
+        options: dict[str, Any] = {
+            "help": text.replace("%", "%%"),
+            "default": None if required else default,
+        }
+        if kind is bool:
+            options["action"] = "store_true"
+        elif get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
         else:
+            options["type"] = reader(convert)
+        if parameter.kind is not parameter.KEYWORD_ONLY and name != "options":
+            nargs = VARIADIC.get(name, None if required else "?")
+            parser.add_argument(name, nargs=nargs, **options)
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            options |= {"metavar": value[0]} if value else {}
             flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
-            if kind is bool:
-                options = {"action": "store_true"}
-            elif value:
-                options["metavar"] = value[0]
-            default = None if required else default
-            parser.add_argument(flag, help=text, required=required, default=default, **options)
-
-    def call(args: argparse.Namespace, extra: list[str]) -> int:
-        given: list[Any] = []
-        named = {}
-        for parameter in parameters:
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                given += getattr(args, parameter.name, extra)
-            elif parameter.kind is parameter.KEYWORD_ONLY:
-                named[parameter.name] = getattr(args, parameter.name)
-            else:
-                given.append(getattr(args, parameter.name))
-        return command(*given, **named)
-
-    parser.set_defaults(run=call)
+            parser.add_argument(flag, required=required, **options)
 
 
 # ── The commands

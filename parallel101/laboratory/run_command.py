@@ -8,20 +8,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from parallel101.laboratory.option_types import (
-    Folder,
-    OutputFile,
-    Seconds,
-    Steps,
-    Whole,
-)
+from parallel101.laboratory.option_types import Folder, OutputFile, Seconds, Steps, Whole
 from parallel101.laboratory.record.last_events import LAST_EVENTS
 
 if TYPE_CHECKING:
     from parallel101.laboratory.ranks.script import Script
+    from parallel101.laboratory.ranks.wire import RankRecord
     from parallel101.laboratory.record.trace import Trace
 
 
@@ -76,7 +72,7 @@ def run(
         chrome: write a trace for ui.perfetto.dev
     """
     from parallel101 import LaunchTimeout
-    from parallel101.laboratory.ranks.script import Script, run_script
+    from parallel101.laboratory.ranks.script import Script
     from parallel101.laboratory.ranks.torchrun import in_a_job
 
     loaded, in_job = Script(script, arguments, m), in_a_job() and backend != "sim"
@@ -101,15 +97,16 @@ def run(
     except SyntaxError as error:
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         return 1
-    program = run_script, loaded, last_events
     options: dict[str, Any] = {"backend": backend or "gloo", "world_size": world_size}
     options |= {"keep_waiting": keep_waiting, "stuck_after": stuck_after}
     try:
         if in_job and record is not None:
-            return _run_in_job(*program, record, options | {"timeout": min(timeout, 1e9)})
+            job = options | {"timeout": min(timeout, 1e9)}
+            return _run_in_job(loaded, last_events, record, job)
         options |= {"network": network, "rules": rules, "timeout": timeout}
-        written = {"page": page, "steps": steps, "chrome": chrome}
-        return _run_here(*program, record and record.absolute(), options, written)
+        record = record and record.absolute()
+        report = partial(_report, loaded.name, record, page, steps, chrome)
+        return _run_here(loaded, last_events, record, options, report)
     except TypeError as error:
         raise ValueError(str(error)) from error
     except (RuntimeError, LaunchTimeout) as error:
@@ -118,12 +115,7 @@ def run(
 
 
 def _run_here(
-    program: Callable[..., None],
-    script: Script,
-    last_events: int,
-    record: Path | None,
-    options: dict[str, Any],
-    written: dict[str, Any],
+    script: Script, last_events: int, record: Path | None, options: dict, report: Callable
 ) -> int:
     """Start the ranks, and show the record of the run.
 
@@ -131,7 +123,7 @@ def _run_here(
     """
     from parallel101 import launch
     from parallel101.laboratory.ranks.monitor import no_ranks_run
-    from parallel101.laboratory.ranks.script import free_port
+    from parallel101.laboratory.ranks.script import free_port, run_script
     from parallel101.laboratory.record.rank_files import remove_rank_files
 
     if hasattr(signal, "SIGUSR1"):
@@ -142,28 +134,22 @@ def _run_here(
         remove_rank_files(record)
     error: BaseException | None = None
     try:
-        trace = launch(program, script, last_events, record, trace=True, **options).trace
+        trace = launch(run_script, script, last_events, record, trace=True, **options).trace
     except BaseException as failed:
         if (trace := getattr(failed, "trace", None)) is None:
             raise
         error = failed
         if isinstance(error, Exception):
             print(f"parallel101 run: {error}", file=sys.stderr)
-    assert trace is not None
-    _report(trace, script.name, record, failed=error, **written)
+    report(trace, failed=error)
     if record is not None and error is None:
         remove_rank_files(record)  # all that they have is in the trace
     return 0 if error is None else 1 if isinstance(error, Exception) else 130
 
 
-def _run_in_job(
-    program: Callable[..., None],
-    script: Script,
-    last_events: int,
-    record: Path,
-    options: dict[str, Any],
-) -> int:
+def _run_in_job(script: Script, last_events: int, record: Path, options: dict) -> int:
     """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
+    from parallel101.laboratory.ranks.script import run_script
     from parallel101.laboratory.ranks.torchrun import join_job, rank_and_size
     from parallel101.laboratory.ranks.wire import Job
     from parallel101.laboratory.record.rank_files import RankFiles, remove_rank_files
@@ -172,16 +158,14 @@ def _run_in_job(
     record.mkdir(parents=True, exist_ok=True)
     remove_rank_files(record, rank)  # of an earlier run
     files = RankFiles(record, rank, size, options["backend"])
+    job = Job(recording=True, **options | {"world_size": size})
+
+    def keep(kept: RankRecord) -> None:
+        files.write(kept.events, kept.unfinished, kept.earlier)
+
     try:
-        join_job(
-            program,
-            (script, last_events, record),
-            {},
-            Job(recording=True, **options | {"world_size": size}),
-            options["world_size"],
-            lambda kept: files.write(kept.events, kept.unfinished, kept.earlier),
-            record,
-        )
+        args = script, last_events, record
+        join_job(run_script, args, {}, job, options["world_size"], keep, record)
     except RuntimeError as error:
         # it is raised on every rank; one that has died is reported by the rank that found it
         if getattr(error, "announced_by", getattr(error, "rank", 0)) == rank:
@@ -232,17 +216,17 @@ def merge(
     for text, ranks in lacks.items():
         if ranks:
             print(f"parallel101 merge: {text.format(ranks_text(ranks))}", file=sys.stderr)
-    _report(found.trace, script_name(found.trace), directory, page, steps, chrome)
+    _report(script_name(found.trace), directory, page, steps, chrome, found.trace)
     return 0
 
 
 def _report(
-    trace: Trace,
     name: str,
     folder: Path | None,
-    page: Path | None = None,
-    steps: tuple[int, int] | None = None,
-    chrome: Path | None = None,
+    page: Path | None,
+    steps: tuple[int, int] | None,
+    chrome: Path | None,
+    trace: Trace,
     failed: BaseException | None = None,
 ) -> None:
     """Print the tables of a run, and write its trace and the files that were asked for."""

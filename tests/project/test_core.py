@@ -28,21 +28,13 @@ EXTRA_PACKAGES = set().union(*EXTRAS.values())
 CORE_PACKAGES = {re.split(r"\W", name)[0] for name in PROJECT["dependencies"]}
 OURS_OR_THEIRS = {"parallel101"} | CORE_PACKAGES | EXTRA_PACKAGES
 # Python imports sitecustomize when it starts: in the ranks and in the fork server, too
-WITHOUT_EXTRAS = """
-import sys
+WITHOUT_EXTRAS = f"""
+from importlib.machinery import PathFinder
 
-class Without:
-    def __init__(self, finder):
-        self.finder = finder
+def without(name, *more):
+    return None if name.partition(".")[0] in {EXTRA_PACKAGES} else find(name, *more)
 
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        known = name.partition(".")[0] not in {missing!r}
-        return self.finder.find_spec(name, path, target) if known else None
-
-sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+find, PathFinder.find_spec = PathFinder.find_spec, without
 """
 CORE = """
 import sys
@@ -98,9 +90,7 @@ dist.destroy_process_group()
 def core(tmp_path):
     """Run Python with these arguments in an environment without extras; it ends with `code`."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(
-        WITHOUT_EXTRAS.replace("{missing!r}", repr(EXTRA_PACKAGES))
-    )
+    (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_EXTRAS)
 
     def run(*arguments: str, code: int = 0) -> str:
         path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
