@@ -86,38 +86,6 @@ def test_balance_is_one_where_all_is_even_and_experts_over_top_k_where_it_is_not
     assert layer(x)[1].mean().item() == pytest.approx(6 / 2)
 
 
-def test_gradient_steps_on_balance_alone_spread_the_tokens():
-    layer, x = mixture(4, 1), 1 + random(2, 64, 6)  # what tokens have in common, and a rest
-    layer.router.weight.data[0] += 0.5
-    counts = []
-    optimizer = torch.optim.SGD(layer.router.parameters(), lr=0.1)
-    for _ in range(60):
-        counts.append(layer.router(x).argmax(-1).flatten().bincount(minlength=4))
-        optimizer.zero_grad()
-        layer(x)[1].mean().backward()
-        optimizer.step()
-    assert counts[0].max() > 110, counts
-    assert counts[-1].max() < 40, counts
-
-
-@pytest.mark.parametrize("capacity", [None, 0.5])
-def test_a_batch_equals_its_sequences_one_by_one(capacity):
-    layer, x = mixture(5, 2, capacity), random(4, 9, 6)
-    for whole, parts in zip(layer(x), zip(*(layer(part) for part in x.split([1, 0, 3])))):
-        torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-12, atol=1e-14)
-
-
-def test_what_is_dropped_does_not_depend_on_what_comes_later():
-    layer, x = mixture(3, 2, 0.5), random(2, 12, 6)
-    y, _ = layer(x)
-    dropped = (y == 0).all(-1)
-    assert dropped.any()
-    assert not dropped[:, :2].any()
-    changed = x.clone()
-    changed[:, 6:] = random(2, 6, 6, salt=9)
-    torch.testing.assert_close(layer(changed)[0][:, :6], y[:, :6])
-
-
 def test_an_expert_without_rows_has_a_gradient_of_zeros_and_a_batch_may_be_empty():
     experts = Experts(3, 4, 5)
     experts(torch.randn(6, 4), torch.tensor([2, 0, 0, 2, 2, 0])).sum().backward()

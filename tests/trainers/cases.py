@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import parallel101 as p101
+from parallel101.models import GPT_PLAN
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.models.plans import GPT_PLAN
 from parallel101.models.seeding import initial_weight
 from parallel101.trainers.layout import Axes
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import parallel101 as p101
+from parallel101.models import LLAMA_PLAN
 from parallel101.models.experts import Experts
 from parallel101.models.gpt import GPT, GPTConfig, balanced_next_token_loss, next_token_loss
 from parallel101.models.llama import Llama, LlamaConfig
 from parallel101.models.mlp import MLP
-from parallel101.models.plans import LLAMA_PLAN
 from tests.trainers.cases import (
     CUT_HEAD,
     TASKS,

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
+from parallel101.models import GPT_PLAN
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.models.plans import GPT_PLAN
 from tests.trainers.cases import (
     CUT_HEAD,
     gpt,

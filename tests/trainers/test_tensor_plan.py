@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel101 as p101
+from parallel101.models import GPT_PLAN, LLAMA_PLAN
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.models.plans import GPT_PLAN, LLAMA_PLAN
 from tests.trainers.cases import (
     TASKS,
     Task,
