@@ -112,16 +112,11 @@ class ParallelKeras(ShardedModel):
         self.freezing = Freezing(model, self.inner)
         self.shards = Shards(self.inner, self.axes, zero_stage)
         self.draws = Draws(self.inner, self.dp.position or 0, self.agree.device)
-        pairs = [(layer, self.inner.get_layer(layer.name)) for layer in model.layers]
-        self.names = {
-            whole.path: mine.path
-            for theirs, ours in pairs
-            for whole, mine in zip(theirs.variables, ours.variables)
-        }
+        self.names = {v.path: own.path for v, own in zip(model.weights, self.inner.weights)}
         # compile(loss={"name of an output": …})
         self.output_names = getattr(self.inner, "output_names", None)
         self.reached: list[str] = []
-        self.trains: list[bool] = []  # which layers and weights the last step trained
+        self.trains: Sequence[bool] = []  # which layers and weights the last step trained
         self.samples_checked = False
         self.built = True
         if model.compiled:
@@ -170,9 +165,10 @@ class ParallelKeras(ShardedModel):
         Before the optimizer updates this rank's shards, gradients are summed over the data axis.
         """
         self.freezing.follow()
-        x, y, sample_weight = self.checked(data, self.trains_now())
-        self.prepare()
-        self.check_once(x)
+        trains = [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
+        x, y, sample_weight = self.checked(data, trains)
+        if self.draws.seeds and len(self.agree.ranks) > 1:
+            draw_alike(self.agree)
         sync, optimizer = self.shards.sync, self.optimizer
         self.inner.zero_grad()
         sync.begin()
@@ -204,28 +200,6 @@ class ParallelKeras(ShardedModel):
         in_symbols = self.inner.variables[0].value.device.type == "meta"
         return [] if in_symbols else self.shards.penalty()
 
-    def prepare(self) -> None:
-        """Prepare a step. Raises ValueError, on every rank, if it would not equal one process."""
-        if self.trains != (now := self.trains_now()):
-            self.check_trained()
-            self.trains, self.samples_checked = now, False
-        if self.draws.seeds and len(self.agree.ranks) > 1:
-            draw_alike(self.agree)
-
-    def check_once(self, x: Any) -> None:
-        """Check the first batch of two samples or more.
-
-        Raises ValueError, on every rank, if it shows that samples depend on each other.
-        """
-        if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
-            problems = self.agree.objects(check_samples(self.inner, x, self.run))
-            for problem in filter(None, problems):
-                raise ValueError(problem)
-            self.samples_checked = True
-
-    def trains_now(self) -> list[bool]:
-        return [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
-
     def check_trained(self) -> None:
         """Raise ValueError for layers that were frozen when wrapped and no longer are."""
         for v in self.inner.trainable_variables:
@@ -238,18 +212,19 @@ class ParallelKeras(ShardedModel):
             check_model(self.inner, samples_are_cut=self.dp.size > 1)
 
     def test_step(self, data: Any) -> Any:
-        self.check_once(self.checked(data)[0])
+        self.checked(data)
         return super().test_step(data)
 
     def predict_step(self, data: Any) -> Any:
-        self.check_once(self.checked(data)[0])
+        self.checked(data)
         return super().predict_step(data)
 
     def checked(self, data: Any, trains: Sequence[bool] = ()) -> Any:
         """Return the batch's x, y and weights of samples. Sends 8 bytes a rank.
 
         Raises ValueError, on every rank, unless all of them have the same batch and train the same
-        weights.
+        weights (`trains`, in a step of training), and if the first batch of two samples or more
+        shows that samples depend on each other.
         """
         tensors = {
             f"tensor {i} of the batch": torch.as_tensor(t)
@@ -258,7 +233,15 @@ class ParallelKeras(ShardedModel):
         }
         tensors["what is trained"] = torch.tensor(trains, dtype=torch.bool)
         self.agree.check_same(tensors.items(), "the batches differ", SAME_DATA)
-        return keras.utils.unpack_x_y_sample_weight(data)
+        if trains and self.trains != trains:
+            self.check_trained()
+            self.trains, self.samples_checked = trains, False
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
+            for problem in filter(None, self.agree.objects(check_samples(self.inner, x, self.run))):
+                raise ValueError(problem)
+            self.samples_checked = True
+        return x, y, sample_weight
 
     # ── as in Keras, on all ranks ──
 
@@ -295,15 +278,7 @@ class ParallelKeras(ShardedModel):
         return [g * (most / max(math.hypot(*norms.values()), most)) for g in gradients]
 
     def fit(
-        self,
-        x=None,
-        y=None,
-        batch_size=None,
-        epochs=1,
-        verbose="auto",
-        callbacks=None,
-        *args: Any,
-        **kwargs: Any,
+        self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kw
     ) -> Any:
         """Train the model, as keras.Model.fit does."""
         # on torch's backend, Keras shuffles with torch's random numbers
@@ -319,9 +294,8 @@ class ParallelKeras(ShardedModel):
         backups = [i for i, callback in enumerate(used) if isinstance(callback, kind)]
         for i in backups if self.axes.position else []:
             used[i] = BackupElsewhere(used[i])
-        history = super().fit(
-            x, y, batch_size, epochs, self.shown(verbose), callbacks, *args, **kwargs
-        )
+        shown = self.shown(verbose)
+        history = super().fit(x, y, batch_size, epochs, shown, callbacks, *args, **kw)
         if backups:
             barrier(group=self.agree.group)  # position 0 has deleted its files
         if self.optimizer.use_ema:

@@ -77,8 +77,6 @@ class Shards:
         Collective.
         """
         numbers, layout = torch.stack(list(of_parts.values())), self.layout
-        if not layout.cut_axes:
-            return numbers
         counts = torch.tensor([layout.counts(path) for path in of_parts], device=numbers.device)
         return all_reduce(numbers * counts, group=layout.axes.along(layout.cut_axes))
 
@@ -202,25 +200,21 @@ def gradient_sync(
 
 def axes_of(group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int) -> Axes:
     """Return the axes "dp" and "tp" of the ranks. Raises ValueError."""
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"zero_stage={zero_stage!r}: expected 0 (nothing is cut over the data axis), 1, 2 or 3"
-        )
-    if mesh is None:
-        size, data = group_of(group).size, zero_stage > 0 or plan is None
-        return Axes(group, {"dp": size if data else 1, "tp": 1 if data else size})
-    names = mesh.mesh_dim_names or ()
-    if group is not None:
-        raise ValueError("both group= and mesh=: expected one of them")
-    if not names or not set(names) <= {"dp", "tp"}:
-        raise ValueError(
-            f'mesh has the axes {names}: expected "dp", "tp" or both; ParallelKeras has no '
-            'pipeline ("pp")'
-        )
-    if zero_stage and "dp" not in names:
-        raise ValueError(
-            f"zero_stage={zero_stage} cuts over the data axis, and the mesh has none: name an "
-            'axis "dp"'
-        )
-    sizes = dict(zip(names, mesh.shape))
-    return Axes(mesh, {name: 1 for name in ("dp", "tp") if name not in sizes} | sizes)
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ("dp",)
+    wrong = {
+        f"zero_stage={zero_stage!r}: expected 0 (nothing is cut over the data axis), 1, 2 or 3": (
+            zero_stage not in (0, 1, 2, 3)
+        ),
+        "both group= and mesh=: expected one of them": mesh is not None and group is not None,
+        f'mesh has the axes {names}: expected "dp", "tp" or both; ParallelKeras has no pipeline '
+        '("pp")': not names or not set(names) <= {"dp", "tp"},
+        f"zero_stage={zero_stage} cuts over the data axis, and the mesh has none: name an axis "
+        '"dp"': zero_stage and "dp" not in names,
+    }
+    for text in filter(wrong.get, wrong):
+        raise ValueError(text)
+    if mesh is not None:
+        others = {name: 1 for name in ("dp", "tp") if name not in names}
+        return Axes(mesh, others | dict(zip(names, mesh.shape)))  # in the mesh's order
+    size, data = group_of(group).size, zero_stage > 0 or plan is None
+    return Axes(group, {"dp": size if data else 1, "tp": 1 if data else size})

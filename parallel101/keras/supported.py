@@ -41,23 +41,18 @@ def check_methods(model: Any, names: Sequence[str] = OURS) -> None:
 def check_model(model: Any, samples_are_cut: bool) -> None:
     """Raise ValueError for layers with which several ranks do not equal one process."""
     for layer in leaves(model):
-        if getattr(layer, "activity_regularizer", None) is not None:
-            raise ValueError(
-                f"{layer.name!r} has an activity_regularizer: on several ranks it would count "
-                "several times; remove it"
-            )
-        if any(v.constraint is not None for v in layer.trainable_variables):
-            raise ValueError(
-                f"{layer.name!r} has a constraint: a rank would apply it to its shard, not to "
-                "the whole weight; remove it"
-            )
-        if samples_are_cut and ((layer.trainable and layer.non_trainable_weights) or layer.metrics):
-            raise ValueError(
-                f"{layer.name!r} ({type(layer).__name__}) keeps numbers that change with each "
-                "batch, and each rank sees a share of it: "
-                "leave it out, set its trainable=False if they are fixed, or use a tensor "
-                "axis, on which every rank sees the whole batch"
-            )
+        counts = (layer.trainable and layer.non_trainable_weights) or layer.metrics
+        wrong = {
+            " has an activity_regularizer: on several ranks it would count several times; remove "
+            "it": getattr(layer, "activity_regularizer", None) is not None,
+            " has a constraint: a rank would apply it to its shard, not to the whole weight; "
+            "remove it": any(v.constraint is not None for v in layer.trainable_variables),
+            f" ({type(layer).__name__}) keeps numbers that change with each batch, and each rank "
+            "sees a share of it: leave it out, set its trainable=False if they are fixed, or use "
+            "a tensor axis, on which every rank sees the whole batch": samples_are_cut and counts,
+        }
+        for text in filter(wrong.get, wrong):
+            raise ValueError(f"{layer.name!r}{text}")
 
 
 def leaves(model: Any) -> Iterator[Any]:
@@ -187,17 +182,14 @@ def apart(whole: Any, parts: list[Any]) -> bool:
     """
 
     def near(a: torch.Tensor, b: torch.Tensor) -> bool:
-        tolerance = max(1e-2, 10 * torch.finfo(a.dtype).eps) * a.abs().max() if a.numel() else 0
-        return a.shape == b.shape and torch.allclose(
-            a, b, rtol=0, atol=float(tolerance), equal_nan=True
-        )
+        part = max(1e-2, 10 * torch.finfo(a.dtype).eps)
+        atol = part * float(a.abs().max()) if a.numel() else 0
+        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=atol, equal_nan=True)
 
     for one, *others in zip(*map(keras.tree.flatten, [whole, *parts])):
         if isinstance(one, torch.Tensor) and one.is_floating_point():
             like = one.ndim and all(other.shape[1:] == one.shape[1:] for other in others)
-            joined = [torch.cat(others)] if like else []
-            if not any(
-                all(near(one, t) for t in tensors) for tensors in (others, joined) if tensors
-            ):
+            equal = all(near(one, other) for other in others)
+            if not equal and not (like and near(one, torch.cat(others))):
                 return True
     return False

@@ -64,25 +64,27 @@ def sequential(keras, *layers):
     return keras.Sequential([keras.Input((6,)), *layers])
 
 
-def samples(keras, n=17):
-    random = torch.Generator().manual_seed(1)
-    x, labels = (
-        torch.randn(n, 6, generator=random, dtype=torch.float64).numpy(),
-        torch.randint(5, (n,), generator=random).numpy(),
-    )
-    return x, keras.utils.to_categorical(labels, 5).astype("float64")
+DRAWN = torch.Generator().manual_seed(1)
+X = torch.randn(17, 6, generator=DRAWN, dtype=torch.float64).numpy()
+Y = torch.eye(5, dtype=torch.float64)[torch.randint(5, (17,), generator=DRAWN)].numpy()
 
 
 # ── programs: what users write, in one process and on several ranks ──
 
 
-def numbers(history, model):
-    """Of a fit: each epoch's losses and metrics, and the weights after it."""
-    found = {name: torch.tensor(values).double() for name, values in history.history.items()}
-    weights = {
-        f"weight {i}": torch.from_numpy(w).double() for i, w in enumerate(model.get_weights())
-    }
-    return found | weights
+def weights_of(model):
+    return {f"weight {i}": torch.from_numpy(w).double() for i, w in enumerate(model.get_weights())}
+
+
+def fitted(model, x=X, y=Y, **options):
+    """Each epoch's losses and metrics, and the weights, after batches of 8, 8 and 1 samples.
+
+    In the last one, most ranks have none.
+    """
+    options = {"epochs": 2, "batch_size": 8, "verbose": 0, "shuffle": False} | options
+    history = model.fit(x, y, **options).history
+    found = {name: torch.tensor(values).double() for name, values in history.items()}
+    return found | weights_of(model)
 
 
 def against_one_process(programs):
@@ -93,28 +95,27 @@ def against_one_process(programs):
     """
     keras, wrong = in_float64(), {}
     for name, (build, use, layouts) in programs.items():
-        keras.utils.set_random_seed(0)
-        one = use(build(keras), keras, lambda model: model)
-        for where, layout in layouts.items():
+        wraps = {w: partial(p101.keras.ParallelKeras, **layout) for w, layout in layouts.items()}
+        found = {}
+        for where, wrap in {"one process": same, **wraps}.items():
             keras.utils.set_random_seed(0)
-            many = use(build(keras), keras, partial(p101.keras.ParallelKeras, **layout))
-            if found := differences(one, many):
-                wrong[name, where] = found
-    return wrong
+            found[where] = use(build(keras), keras, wrap)
+        wrong |= {(name, w): differences(found["one process"], found[w]) for w in layouts}
+    return {case: of_case for case, of_case in wrong.items() if of_case}
 
 
-def fit(optimizer=lambda keras: "adam", more=lambda x, keras: {}, shuffle=False):
-    """Two epochs of batches of 8, 8 and 1 samples: in the last, most ranks have none."""
+def same(model):
+    return model
 
+
+def fit(optimizer=lambda keras: "adam", more=lambda keras: {}):
     def use(model, keras, wrap):
-        model = wrap(model)
+        model, options = wrap(model), more(keras)
         model.compile(optimizer(keras), "categorical_crossentropy", metrics=["accuracy"])
-        x, y = samples(keras)
-        if shuffle:  # each rank would shuffle as it likes
-            alone = not isinstance(model, p101.keras.ParallelKeras)
+        alone = not isinstance(model, p101.keras.ParallelKeras)
+        if options.get("shuffle"):  # each rank would shuffle as it likes
             torch.manual_seed(0 if alone else torch.distributed.get_rank())
-        options = {"epochs": 2, "batch_size": 8, "verbose": 0} | more(x, keras)
-        found = numbers(model.fit(x, y, shuffle=shuffle, **options), model)
-        return found | {"predictions": torch.from_numpy(model.predict(x, batch_size=8, verbose=0))}
+        found = fitted(model, **options)
+        return found | {"predictions": torch.from_numpy(model.predict(X, batch_size=8, verbose=0))}
 
     return use

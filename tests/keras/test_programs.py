@@ -4,6 +4,7 @@ metrics and weights, or a clear error.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from tests.keras.cases import (
     FEW,
     LINES,
     TENSOR,
+    X,
+    Y,
     against_one_process,
     classifier,
     fit,
+    fitted,
     in_float64,
-    numbers,
-    samples,
+    same,
     sequential,
+    weights_of,
 )
 
 OPTIMIZERS = {
@@ -104,7 +108,7 @@ def with_two_outputs(keras):
 def trained(keras):
     model = classifier(keras)
     model.compile(keras.optimizers.Adam(0.02), "categorical_crossentropy", metrics=["accuracy"])
-    model.fit(*samples(keras), epochs=2, batch_size=8, verbose=0, shuffle=False)
+    fitted(model)
     model.optimizer.learning_rate = 0.01
     return model
 
@@ -123,24 +127,23 @@ def loaded_from(folder):
 # ── how they are used ──
 
 
-def validated(x, keras):
-    return {"validation_data": (x[:5], samples(keras)[1][:5])}
+def validated(keras):
+    return {"validation_data": (X[:5], Y[:5])}
 
 
-def with_callbacks(x, keras):
+def with_callbacks(keras):
     stop = keras.callbacks.EarlyStopping(
         monitor="val_loss", mode="max", patience=0, restore_best_weights=True
     )
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    return validated(x, keras) | {"epochs": 3, "callbacks": [stop, slower]}
+    return validated(keras) | {"epochs": 3, "callbacks": [stop, slower]}
 
 
 def fit_two_outputs(model, keras, wrap):
-    model, (x, y) = wrap(model), samples(keras)
+    model = wrap(model)
     losses = {"labels": "categorical_crossentropy", "height": "mse"}
     model.compile("adam", losses, loss_weights={"labels": 1.0, "height": 0.3})
-    targets, options = {"labels": y, "height": x[:, :1]}, {"epochs": 3, "batch_size": 8}
-    return numbers(model.fit({"x": x}, targets, shuffle=False, verbose=0, **options), model)
+    return fitted(model, {"x": X}, {"labels": Y, "height": X[:, :1]}, epochs=3)
 
 
 def fit_sequences(model, keras, wrap):
@@ -153,14 +156,12 @@ def fit_sequences(model, keras, wrap):
     model = wrap(model)
     metrics = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
     model.compile("adam", "sparse_categorical_crossentropy", **metrics)
-    options = {"epochs": 2, "batch_size": 8, "verbose": 0, "validation_data": (x[:5], y[:5])}
-    return numbers(model.fit(x, y, shuffle=False, **options), model)
+    return fitted(model, x, y, validation_data=(x[:5], y[:5]))
 
 
 def fit_once(model, keras):
     model.compile(keras.optimizers.Adam(0.01), "categorical_crossentropy")
-    x, y = samples(keras)
-    return numbers(model.fit(x, y, batch_size=8, verbose=0, shuffle=False), model)
+    return fitted(model, epochs=1)
 
 
 def in_phases(*changes):
@@ -182,31 +183,27 @@ def in_phases(*changes):
 
 def freeze_between_batches(model, keras, wrap):
     """Without compile, Keras leaves out a frozen layer from the next step on."""
-    x, y = samples(keras)
     wrapped, layer = wrap(model), model.layers[0]
     del model
     wrapped.compile("adam", "categorical_crossentropy")
     losses = []
     for step in range(4):
         layer.trainable = step < 2
-        losses.append(wrapped.train_on_batch(x, y))
-    weights = {f"weight {i}": torch.from_numpy(w) for i, w in enumerate(wrapped.get_weights())}
-    return {"loss": torch.tensor(losses)} | weights
+        losses.append(wrapped.train_on_batch(X, Y))
+    return {"loss": torch.tensor(losses)} | weights_of(wrapped)
 
 
 def go_on(model, keras, wrap):
-    model, options = wrap(model), {"epochs": 2, "batch_size": 8, "verbose": 0}
-    return numbers(model.fit(*samples(keras), shuffle=False, **options), model)
+    return fitted(wrap(model))
 
 
 def compiled_again(model, keras, wrap):
     """With the same optimizer: Keras keeps its state."""
     optimizer, model = model.optimizer, wrap(model)
     model.compile(optimizer or model.optimizer, "mse", metrics=["mae"])
-    found = numbers(model.fit(*samples(keras), batch_size=8, verbose=0, shuffle=False), model)
+    found = fitted(model, epochs=1)
     model.compile(model.optimizer, "categorical_crossentropy")
-    again = go_on(model, keras, lambda same: same)
-    return found | {f"again, {name}": value for name, value in again.items()}
+    return found | {f"again, {name}": value for name, value in fitted(model).items()}
 
 
 def saved_in(folder):
@@ -214,7 +211,7 @@ def saved_in(folder):
 
     def use(model, keras, wrap):
         model = wrap(model)
-        fit()(model, keras, lambda same: same)
+        fit()(model, keras, same)
         if isinstance(model, p101.keras.ParallelKeras):
             model.save(folder / "model.keras")
             model.save_weights(folder / "model.weights.h5")
@@ -224,7 +221,7 @@ def saved_in(folder):
             model.set_weights([2 * w for w in model.get_weights()])
             assert all((2 * a == b).all() for a, b in zip(again.get_weights(), model.get_weights()))
             model = keras.saving.load_model(folder / "model.keras")
-        return go_on(model, keras, lambda same: same)
+        return fitted(model)
 
     return use
 
@@ -236,7 +233,7 @@ def saved_with_a_frozen_layer(folder):
         fit_once(wrapped, keras)
         whose = f"of rank {torch.distributed.get_rank()}" if alone else "of all"
         wrapped.save(path := folder / f"{whose}.keras")
-        return go_on(keras.saving.load_model(path), keras, lambda same: same)
+        return fitted(keras.saving.load_model(path))
 
     return use
 
@@ -260,12 +257,10 @@ def interrupted(folder):
         ending = keras.callbacks.LambdaCallback(on_epoch_begin=end)
         for name, last in (("before", [ending]), ("after", [])):
             restore = keras.callbacks.BackupAndRestore(str(backup), double_checkpoint=True)
-            options = {"epochs": 4, "batch_size": 8, "verbose": 0, "callbacks": [restore, *last]}
             model.compile("adam", "categorical_crossentropy")
             try:
-                history = model.fit(*samples(keras), shuffle=False, **options)
-                assert name == "after" and history.epoch == [2, 3]
-                found = numbers(history, model)
+                found = fitted(model, epochs=4, callbacks=[restore, *last])
+                assert name == "after" and model.history.epoch == [2, 3]
             except Interrupt:
                 assert name == "before" and (backup / "latest.weights.h5").exists()
                 model.set_weights([0 * w for w in model.get_weights()])
@@ -296,13 +291,9 @@ def programs(folder):
             *(with_two_outputs, fit_two_outputs),
             TENSOR | {str(plan): {"plan": plan} for plan in PLANS},
         ),
-        "shuffled as on position 0": (classifier, fit(shuffle=True), ZERO_3),
+        "shuffled as on position 0": (classifier, fit(more=lambda _: {"shuffle": True}), ZERO_3),
         "callbacks": (classifier, fit(more=with_callbacks), TENSOR),
-        "sample_weight": (
-            classifier,
-            fit(more=lambda x, _: {"sample_weight": abs(x[:, 0])}),
-            ZERO_1,
-        ),
+        "sample_weight": (classifier, fit(more=lambda _: {"sample_weight": abs(X[:, 0])}), ZERO_1),
         "frozen: first what was returned": (classifier, in_phases(*FIRST_RETURNED), FEW),
         "frozen: first the original": (classifier, in_phases(*FIRST_THE_ORIGINAL), FEW),
         "frozen between batches": (classifier, freeze_between_batches, FEW),
@@ -432,13 +423,13 @@ def test_each_sample_has_its_own_dropout_mask():
 
 # ── what cannot equal one process ──
 
-EVERYWHERE, BY_SAMPLES, IN_PARTS = ("tensor", "data", "ZeRO-3"), ("data", "ZeRO-3"), tuple(FEW)
+EVERYWHERE, BY_SAMPLES = ("tensor", "data", "ZeRO-3"), ("data", "ZeRO-3")
 
 
 def refused(line):
     """Of each model: what the error must say, "" if this layout isn't refused, and the error."""
     keras, rank, layout, found = in_float64(), torch.distributed.get_rank(), LINES[line], []
-    layers, parallel, (x, y) = keras.layers, p101.keras.ParallelKeras, samples(keras)
+    layers, parallel = keras.layers, p101.keras.ParallelKeras
 
     def stacked(*more):
         return sequential(keras, layers.Dense(5, name="first"), *more)
@@ -446,11 +437,14 @@ def refused(line):
     def up(**options):
         return sequential(keras, layers.Dense(4, name="up", **options))
 
-    def fitted(model, optimizer="sgd"):
+    def train(model, optimizer="sgd"):
         wrapped = parallel(model, **layout)
         wrapped.compile(optimizer, "mse")
-        wrapped.fit(x, y, verbose=0)
+        wrapped.fit(X, Y, verbose=0)
         return wrapped
+
+    def predict(model, x, **layout):
+        parallel(model, **layout).predict(x, verbose=0)
 
     def plan(plan, **options):
         first = layers.Dense(4, name="up", **options)
@@ -506,14 +500,14 @@ def refused(line):
     def thawed():
         model = stacked(layers.Dense(5))
         model.layers[0].trainable = False
-        wrapped = fitted(model)
+        wrapped = train(model)
         model.layers[0].trainable = True
         wrapped.compile("sgd", "mse")
 
     def frozen_on_one():
-        wrapped = fitted(stacked(layers.Dense(5)))
+        wrapped = train(stacked(layers.Dense(5)))
         wrapped.layers[0].trainable = rank == 0
-        wrapped.fit(x, y, verbose=0)
+        wrapped.fit(X, Y, verbose=0)
 
     def with_another_optimizer():
         model = stacked(layers.Dense(3))
@@ -522,60 +516,41 @@ def refused(line):
         parallel(stacked(), **layout).compile(model.optimizer, "mse")
 
     center, others = "center", "computes a sample's output from other samples"
+    between = f"'centered' {others} too, between its layers"
     inner = keras.Sequential([keras.Input((5,)), CenteredInTraining(name=center)])
     of_scaled = layers.Dropout(0.5), layers.Lambda(scaled, name=center)
     of_rank = keras.initializers.Constant(rank)
     norm = layers.BatchNormalization(name="norm")
-    rows = [
-        ("'OwnStep' has its own train_step", EVERYWHERE, lambda: fitted(functional(OwnStep))),
-        ("has its own train_step", EVERYWHERE, lambda: fitted(patched())),
-        ("first/kernel' was frozen when ParallelKeras wrapped the model", EVERYWHERE, thawed),
-        ("'what is trained' on rank 1 differs from rank 0; every rank", EVERYWHERE, frozen_on_one),
-        ("built for other weights", EVERYWHERE, with_another_optimizer),
-        ("'OwnCall' has its own call", ("tensor",), lambda: fitted(functional(OwnCall))),
-        (
-            *("OrthogonalRegularizer, which looks at the whole weight", IN_PARTS),
-            lambda: fitted(orthogonal(keras)),
-        ),
-        *(
-            (words, BY_SAMPLES, lambda model=model: fitted(model))
-            for words, model in (
-                (f"'center' (Lambda) {others}", stacked(layers.Lambda(centered, name=center))),
-                (f"'center' (Lambda) {others}", stacked(*of_scaled)),
-                (
-                    f"'center' (CenteredInTraining) {others}",
-                    stacked(CenteredInTraining(name=center)),
-                ),
-                (f"'center' (CenteredInTraining) {others}", stacked(inner)),
-                (f"'centered' {others} too, between its layers", between_layers()),
-                ("'penalty' (Penalty) adds a loss", with_added_loss(keras)),
-                ("'counts' (Counts) keeps numbers", stacked(Counts(name="counts"))),
-            )
-        ),
-        (
-            *(f"'centered' {others} too, between its layers", BY_SAMPLES),
-            lambda: parallel(between_layers(), **layout).predict(x, verbose=0),
-        ),
+    everywhere = [
+        ("'OwnStep' has its own train_step", lambda: train(functional(OwnStep))),
+        ("has its own train_step", lambda: train(patched())),
+        ("first/kernel' was frozen when ParallelKeras wrapped the model", thawed),
+        ("'what is trained' on rank 1 differs from rank 0; every rank", frozen_on_one),
+        ("built for other weights", with_another_optimizer),
+    ]
+    by_samples = [
+        (f"'center' (Lambda) {others}", stacked(layers.Lambda(centered, name=center))),
+        (f"'center' (Lambda) {others}", stacked(*of_scaled)),
+        (f"'center' (CenteredInTraining) {others}", stacked(CenteredInTraining(name=center))),
+        (f"'center' (CenteredInTraining) {others}", stacked(inner)),
+        (between, between_layers()),
+        ("'penalty' (Penalty) adds a loss", with_added_loss(keras)),
+        ("'counts' (Counts) keeps numbers", stacked(Counts(name="counts"))),
     ]
     once = {
         "A Sequential has them once it begins with keras.Input": lambda: parallel(
             keras.Sequential([layers.Dense(4)])
         ),
         "set_random_seed(0) on every rank": lambda: parallel(up(bias_initializer=of_rank)),
-        "every rank passes the whole x and y": lambda: parallel(classifier(keras)).predict(
-            x + rank, verbose=0
-        ),
+        "every rank passes the whole x and y": lambda: predict(classifier(keras), X + rank),
         "'up' has a constraint": lambda: parallel(up(kernel_constraint="max_norm")),
         "'norm' (BatchNormalization) keeps": lambda: parallel(stacked(norm), zero_stage=1),
         "no Dense layer to cut": lambda: parallel(sequential(keras, layers.LayerNormalization())),
         "zero_stage=4: expected": lambda: parallel(classifier(keras), zero_stage=4),
         'has no pipeline ("pp")': on_a_pipeline,
-        **{
-            f"{name} looks at whole matrices": lambda name=name: fitted(
-                classifier(keras), getattr(keras.optimizers, name)()
-            )
-            for name in ("Lamb", "Muon", "Adafactor")
-        },
+        "Lamb looks at whole matrices": lambda: train(stacked(), keras.optimizers.Lamb()),
+        "Muon looks at whole matrices": lambda: train(stacked(), keras.optimizers.Muon()),
+        "Adafactor looks at whole matrices": lambda: train(stacked(), keras.optimizers.Adafactor()),
         "'nothing' matches no layer": lambda: plan({"nothing": "row"}),
         "'up' has the style 'vocabulary': expected one of": lambda: plan({"up": "vocabulary"}),
         "'act' is a ReLU": lambda: plan({"act": "row"}),
@@ -584,8 +559,13 @@ def refused(line):
             {"up": "column"}, activation="softmax"
         ),
     }
-    if line == "tensor":
-        rows += [(words, ("tensor",), work) for words, work in once.items()]
+    rows = [(words, EVERYWHERE, work) for words, work in everywhere]
+    rows += [(words, BY_SAMPLES, partial(train, model)) for words, model in by_samples]
+    rows.append((between, BY_SAMPLES, lambda: predict(between_layers(), X, **layout)))
+    rows.append(("'OwnCall' has its own call", TENSOR, lambda: train(functional(OwnCall))))
+    words = "OrthogonalRegularizer, which looks at the whole weight"
+    rows.append((words, FEW, lambda: train(orthogonal(keras))))
+    rows += [(words, TENSOR, work) for words, work in once.items() if line == "tensor"]
     for words, lines, work in rows:
         try:
             work()
