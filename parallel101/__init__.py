@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
         reduce_scatter_async,
     )
     from parallel101.laboratory.analysis.traffic import axis_traffic
-    from parallel101.laboratory.grade.notebook import check, hint, predict
+    from parallel101.laboratory.grade.learner import check, hint, predict
     from parallel101.laboratory.planner.known_models import shape_of_model
     from parallel101.laboratory.planner.published import published_errors
     from parallel101.laboratory.planner.simulated_step import simulate_step

@@ -18,8 +18,8 @@ import pytest
 
 import parallel101
 from parallel101.laboratory.grade import grading, isolation, remote
-from parallel101.laboratory.grade.endings import GradedRunFailed
 from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Draw, load_exercises
+from parallel101.laboratory.grade.exercise_report import GradedRunFailed
 from parallel101.laboratory.grade.grades import exercise_result
 from parallel101.laboratory.grade.grading import grade
 from parallel101.laboratory.grade.isolation import GRADERS, claimed, protection

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel101.laboratory.grade.endings import explain_error, how_it_ended
 from parallel101.laboratory.grade.exercise import COLLECTIVES, P2P, Case, Exercise
+from parallel101.laboratory.grade.exercise_report import how_it_ended
+from parallel101.laboratory.grade.grading import judge
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks
 
 HEAD = """import os, time, torch, torch.distributed as dist
@@ -184,5 +185,5 @@ WRONG_CALLS = {
 def test_what_a_relayed_call_raises_is_the_verdict_with_its_rank_and_line(body, text):
     trial = run(body, *tensors(2), allowed=P2P | COLLECTIVES)
     assert how_it_ended(trial.error) in ("raised", "misuse") and text in str(trial.error)
-    said = explain_error(EXERCISE, trial)
+    said = judge(EXERCISE, [trial]).problem
     assert "hw.py:6" in said and "rank " in said and "grader" not in said, said

@@ -17,8 +17,7 @@ import yaml
 
 from parallel101 import cli
 from parallel101.laboratory.grade.homework import find_sets
-from parallel101.laboratory.grade.release import ADDRESS, release
-from parallel101.laboratory.grade.stubs import filled_in
+from parallel101.laboratory.grade.release import ADDRESS, filled_in, release
 
 ROOT = Path(__file__).parents[2]
 SETS = sorted((ROOT / "homework").glob("hw*_*"))

@@ -47,7 +47,6 @@ MAY_IMPORT = {
     "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
     "viz.node_links": {"cost", "record"},  # draws the figures of hardware.py
     "grade": {"record", "ranks", "sim"},
-    "grade.feedback": {"publish"},  # its page
     "exercises": {"grade", "record", "sim"},
     "exercises.layout_choice": {"cost", "grade"},  # what a learner's layout costs
     "publish": {"viz", "analysis", "record"},
@@ -76,6 +75,7 @@ DOORS = {  # module → what it may import inside a function, when it is called
     "doctor": {"__init__"},
     "run_command": {"analysis", "publish", "sim", "viz", "__init__"},
     "grade.learner": {"viz"},  # draws a run
+    "grade.grades": {"publish"},  # a learner's page
     "exercises.bug_hunt": {"ranks"},  # a hunt runs its program
     "exercises.layout_choice": {"planner"},  # its best layout, which no rank may import
 }

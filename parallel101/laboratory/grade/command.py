@@ -34,8 +34,7 @@ from parallel101.laboratory.grade.homework import HomeworkSet, find_homework, fi
 from parallel101.laboratory.grade.isolation import readable_by_all
 from parallel101.laboratory.grade.learner import check_file
 from parallel101.laboratory.grade.plain_text import plain_name
-from parallel101.laboratory.grade.release import release
-from parallel101.laboratory.grade.stubs import scratch_cells
+from parallel101.laboratory.grade.release import release, scratch_cells
 from parallel101.laboratory.grade.submissions import grade_class, grade_submission
 
 

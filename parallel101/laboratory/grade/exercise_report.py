@@ -1,6 +1,8 @@
 """The verdict on one exercise, and the report of it that a learner reads, as text and as HTML.
 
-A terminal shows the text, and a notebook the HTML. Both have the same blocks.
+A terminal shows the text, and a notebook the HTML. Both have the same blocks. If a run ended early,
+because of a deadlock, an exception of the learner's, a time limit or a call that is not allowed,
+ENDINGS has the words for the learner and for the table of a class.
 
 1 · Ring shift: ring_shift                            5 of 10 points
   ✓ value   every rank returns the right values             5 of 5
@@ -17,13 +19,102 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel101.laboratory.grade.endings import explain_error, how_it_ended, reason_of
 from parallel101.laboratory.grade.exercise import Exercise, Misconception, Question, Trial
+from parallel101.laboratory.grade.exercise_checks import rank_missing
 from parallel101.laboratory.grade.homework import set_name
+from parallel101.laboratory.record.errors import DeadlockError
+from parallel101.laboratory.record.program_lines import shown
 from parallel101.laboratory.record.units import listed
 
 WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
+MOST_PRINTED = 1 << 20  # bytes that a rank may print
+MOST_SAID = 600  # characters of a learner's own error
+SYNTAX = dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), "syntax error")
+LOADING = "while loading"  # in place of an exception's type, if the time was over before
+NOT_LOADED = (*SYNTAX, "ImportError", "ModuleNotFoundError")  # the file itself can't be run
+REASONS = SYNTAX | {"SystemExit": "exit"}  # in place of the exception's type
+
+
+# ---- how a run ended early ----
+
+
+class Ending(NamedTuple):
+    """How a run may end early.
+
+    Attributes:
+        reason: a word or two for the table of a class.
+        text: for the learner.
+        ends_all: each other run would end so too.
+    """
+
+    reason: str
+    text: str = "{where}: {what}{missing}"
+    ends_all: bool = False
+
+
+ENDINGS = {
+    "raised": Ending("{kind}", "rank {rank} raised {kind}, {where}{at}\n  {kind}: {what}"),
+    "not loaded": Ending("{kind}", "the file can't be loaded{at}\n  {kind}: {what}", True),
+    "not written": Ending("not written", "{function} is not written yet", True),
+    "not allowed": Ending(
+        "wrong call",
+        "rank {rank} called {what}, which is not allowed here{at}. This exercise allows {allowed} "
+        "only (and isend, irecv, batch_isend_irecv)",
+        True,
+    ),
+    "time": Ending("time", "rank {rank} was still running after {seconds:g} s, {where}{at}", True),
+    "died": Ending(
+        "exit",
+        "rank {rank} ended without a result, {where}{why}. Did the code call exit, or ask for too "
+        "much memory?",
+    ),
+    "not run": Ending("time"),
+    "printed": Ending(
+        "printed too much",
+        f"rank {{rank}} printed more than {MOST_PRINTED >> 20} MiB, {{where}}. Remove the print, "
+        "or print less",
+        True,
+    ),
+    "deadlock": Ending("deadlock"),
+    "misuse": Ending("wrong call"),  # or whatever the calls of several ranks together do
+}
+
+
+@dataclass(eq=False)
+class GradedRunFailed(Exception):
+    """A run of the learner's code ended early.
+
+    Attributes:
+        how: a key of ENDINGS.
+        rank, where: whose run it was, and the line; None and "?" if that isn't known.
+        kind: the type of the learner's exception, or LOADING.
+        calls: the calls that led to it, in words.
+    """
+
+    how: str
+    message: str = ""
+    rank: int | None = None
+    where: str = "?"
+    kind: str = ""
+    calls: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def how_it_ended(error: BaseException | None) -> str:
+    """Return the key in ENDINGS for an error of a trial; "" for None."""
+    others = "deadlock" if isinstance(error, DeadlockError) else "misuse"
+    return getattr(error, "how", others) if error else ""
+
+
+def ends_all(error: BaseException | None) -> bool:
+    """Return whether more runs would tell nothing new, and only take long."""
+    return error is not None and ENDINGS[how_it_ended(error)].ends_all
+
+
+# ---- the blocks of a report ----
 
 
 class ReportRow(NamedTuple):
@@ -154,7 +245,25 @@ class ExerciseVerdict:
     @property
     def problem(self) -> str:
         """The reason why a run ended early, as a text for the learner; "" if none did."""
-        return explain_error(self.exercise, self.shown) if self.shown and self.error else ""
+        error, what = self.error, str(self.error)
+        if self.shown is None or error is None:
+            return ""
+        kind, where = getattr(error, "kind", ""), getattr(error, "where", "?")
+        if kind and len(what) > MOST_SAID:
+            what = f"{what[:MOST_SAID]} …"
+        rest = "\n  every rank must call the same collectives, in the same order"
+        return ENDINGS[how_it_ended(error)].text.format(
+            rank=getattr(error, "rank", None),
+            seconds=self.shown.case.seconds,
+            where=f"with {self.shown.case.label}",
+            at=f", at {shown(where)}" if where != "?" else "",
+            kind=kind,
+            what=what,
+            why=f": {what}" if what else "",
+            missing=rest if rank_missing(error) else "",
+            function=self.exercise.function,
+            allowed=", ".join(sorted(self.exercise.allowed)),
+        )
 
     @property
     def reason(self) -> str:
@@ -164,9 +273,11 @@ class ExerciseVerdict:
         "exit", "deadlock", "wrong call", …. Otherwise it says what fails: "wrong value", or "bytes,
         steps".
         """
-        if self.shown is not None and self.error is not None and not self.passed:
+        if self.error is not None and not self.passed:
             no_function = f"has no function {self.exercise.function}" in str(self.error)
-            return "not written" if no_function else reason_of(self.shown)
+            kind = getattr(self.error, "kind", "")
+            how = "not written" if no_function else how_it_ended(self.error)
+            return ENDINGS[how].reason.format(kind=REASONS.get(kind, kind))
         failed = [finding.kind for finding in self.findings if not finding.passed]
         # the others count only with the right value
         return "wrong value" if "value" in failed else ", ".join(dict.fromkeys(failed))

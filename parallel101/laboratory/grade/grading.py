@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from parallel101.laboratory.grade.endings import LOADING, GradedRunFailed, ends_all
 from parallel101.laboratory.grade.exercise import (
     KINDS,
     Case,
@@ -24,7 +23,13 @@ from parallel101.laboratory.grade.exercise import (
     Trial,
 )
 from parallel101.laboratory.grade.exercise_checks import never_waited, tolerated, too_few_bytes
-from parallel101.laboratory.grade.exercise_report import ExerciseVerdict, Finding
+from parallel101.laboratory.grade.exercise_report import (
+    LOADING,
+    ExerciseVerdict,
+    Finding,
+    GradedRunFailed,
+    ends_all,
+)
 from parallel101.laboratory.grade.plain_text import plain
 from parallel101.laboratory.grade.remote import Submission, SubmissionRanks, not_run
 

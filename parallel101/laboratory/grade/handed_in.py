@@ -1,8 +1,13 @@
-"""Finds and reads what a learner handed in: a Python file or a notebook, or a folder with one."""
+"""Finds and reads what a learner handed in: a Python file or a notebook, or a folder with one.
+
+Also here: which functions stand in the text of a program or of a notebook's cells, and which of
+them are untouched stubs. The texts are parsed, and never run.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import linecache
 import re
 import types
@@ -13,22 +18,22 @@ from pathlib import Path
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.plain_text import plain, plain_name
 from parallel101.laboratory.grade.remote import Submission
-from parallel101.laboratory.grade.stubs import (
-    DEFINED,
-    UNREADABLE,
-    code_cells,
-    given_in,
-    is_stub,
-    parsed,
-)
 
 MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
 MOST_NOTEBOOK = 1 << 25  # of a notebook, which may have pictures
 MOST_FILES = 20  # that are read
 TESTS = ("test_", "conftest")
 SUFFIXES = (".py", ".ipynb")
-NOT_HANDED_IN = "not handed in"
+GIVEN = "this is given"  # in the docstring of a function that learners need and don't write
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NAMED = (ast.Assign, ast.AnnAssign)
+# what a text that was handed in may raise when it is parsed: it is no program, has a null byte, or
+# is nested too deeply
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+# of IPython's %% magics, those with Python below them
+PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%writefile", "%%prun")
+# a line for IPython: %timeit f(), !ls, f?, ?f, files = !ls
+FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w, ]+=\s*[%!]|[^#'\"]*\?\s*$)")
 
 
 class NoSubmission(ValueError):
@@ -67,9 +72,7 @@ def _read(path: Path, homework: HomeworkSet) -> Submission:
             programs[file] = _program(file, path, homework)
     written = {file: bound(program, wanted) for file, program in programs.items()}
     chosen = next((file for file in programs if written[file]), files[0])
-    if chosen not in programs:
-        _program(chosen, path, homework)
-    name, text = plain_name(chosen), programs[chosen]
+    name, text = plain_name(chosen), programs.get(chosen) or _program(chosen, path, homework)
     if not written[chosen] and len(files) > 1 and not name.startswith(homework.code.stem):
         raise NoSubmission(
             f"there is no {homework.code.name}, and none of {', '.join(map(plain_name, files))} "
@@ -149,7 +152,7 @@ def _files_in(path: Path, code: Path) -> list[Path]:
         raise NoSubmission(f"{plain_name(path)} is not a Python file; expected {name}")
     else:
         what = f"{plain(str(path))} does not exist; expected {name}, or a folder with it"
-    raise NoSubmission(what, NOT_HANDED_IN)
+    raise NoSubmission(what, "not handed in")
 
 
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
@@ -182,7 +185,7 @@ def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
     return [entry for entry in entries if entry.suffix in SUFFIXES or entry.is_dir()]
 
 
-# ---- the program in a notebook ----
+# ---- the text of a program ----
 
 
 def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
@@ -202,22 +205,20 @@ def functions_in_notebook(name: str, text: str, homework: HomeworkSet) -> str:
         cells = [parsed(source) for _, source in code_cells(text)]
     except (*UNREADABLE, KeyError, TypeError) as error:
         raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
-    nodes = [node for _, own in cells for node in own or ()]
+    own = ast.parse(homework.code.read_text(encoding="utf-8-sig")).body
+    nodes = [node for node in own if not isinstance(node, DEFINED) or is_given(node)]
+    nodes += [node for _, statements in cells for node in statements or ()]
     used = _used(nodes)
-    parts, defined = [given_in(homework.code)], {n.name for n in nodes if isinstance(n, DEFINED)}
-    for source, own in cells:
-        if own is not None:
-            kept = (node for node in own if _belongs(node, used, homework.code.stem))
-            parts += map(ast.unparse, kept)
-        elif more := _defined_in_text(source, wanted):
-            parts.append(source)  # a mistake in one of the functions: the learner is shown where
-            defined |= more
-    if not defined & set(wanted):
+    parts = [ast.unparse(node) for node in nodes if _belongs(node, used, homework.code.stem)]
+    # a mistake in one of the functions: the learner is shown where
+    parts += [text for text, known in cells if known is None and _defined_in_text(text, wanted)]
+    program = "\n\n".join(parts) + "\n"
+    if not _defined_in_text(program, wanted):
         raise NoSubmission(
             f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside "
             "the notebook: hand in that file"
         )
-    return "\n\n".join(part for part in parts if part.strip()) + "\n"
+    return program
 
 
 def bound(text: str, wanted: Sequence[str]) -> set[str]:
@@ -225,9 +226,8 @@ def bound(text: str, wanted: Sequence[str]) -> set[str]:
 
     A program that can't be parsed has those that it seems to define.
     """
-    try:
-        nodes = ast.parse(text).body
-    except UNREADABLE:
+    _, nodes = parsed(text)
+    if nodes is None:
         return _defined_in_text(text, wanted)
     names: set[str] = set()
     for node in nodes:
@@ -240,17 +240,38 @@ def bound(text: str, wanted: Sequence[str]) -> set[str]:
     return set(wanted) if "*" in names else names & set(wanted)
 
 
+def is_given(node: ast.AST) -> bool:
+    """Return whether a function or class is there for learners, who don't write it."""
+    return isinstance(node, DEFINED) and GIVEN in (ast.get_docstring(node) or "")
+
+
+def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Return whether nothing is written yet.
+
+    A stub has only a docstring, super().__init__() and NotImplementedError.
+
+    A class is a stub if all its methods are.
+    """
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if isinstance(node, ast.ClassDef):
+        methods = ast.FunctionDef | ast.AsyncFunctionDef
+        return all(isinstance(method, methods) and is_stub(method) for method in body)
+    lines = [ast.unparse(line) for line in body]
+    raised = all(re.match(r"raise NotImplementedError(\(|$)", line) for line in lines[-1:])
+    return raised and {*lines[:-1]} <= {"super().__init__()"} and not node.decorator_list
+
+
 def _defined_in_text(text: str, wanted: Sequence[str]) -> set[str]:
-    return {name for name in wanted if re.search(rf"^\s*def\s+{name}\b", text, re.MULTILINE)}
+    definition = r"^\s*(?:async\s+)?(?:def|class)\s+"
+    return {name for name in wanted if re.search(rf"{definition}{name}\b", text, re.MULTILINE)}
 
 
 def _used(nodes: Sequence[ast.stmt]) -> set[str]:
     """Return the names that functions and classes use, and the names that those are made of."""
+    defined: list[ast.stmt] = [node for node in nodes if isinstance(node, DEFINED)]
     codes: list[types.CodeType] = []
-    for node in nodes:
-        with suppress(*UNREADABLE):
-            if isinstance(node, DEFINED):
-                codes.append(compile(ast.Module([node], []), "cell", "exec"))
+    with suppress(*UNREADABLE):  # loading the program says so
+        codes.append(compile(ast.Module(defined, []), "cell", "exec"))
     used: set[str] = set()
     for code in codes:  # the codes in it are added meanwhile
         used.update(code.co_names)
@@ -274,3 +295,35 @@ def _belongs(node: ast.stmt, used: set[str], module: str) -> bool:
     if isinstance(node, NAMED):
         return bool(_names(node, ast.Store) & used)
     return isinstance(node, DEFINED)
+
+
+def code_cells(notebook: str) -> list[tuple[str, str]]:
+    """Return the id and the text of each cell of code.
+
+    Raises ValueError, KeyError or TypeError for a text that is no notebook.
+    """
+    return [
+        (cell.get("id", ""), "".join(cell["source"]))
+        for cell in json.loads(notebook)["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+def parsed(source: str) -> tuple[str, list[ast.stmt] | None]:
+    """Return a cell as Python, without IPython's syntax: its text, and its statements.
+
+    The statements are None if it isn't Python.
+    """
+    first = source.lstrip().partition("\n")[0]
+    if first.startswith("%%"):
+        if not first.startswith(PYTHON_CELLS):
+            return "", None
+        source = source.replace(first, "", 1)
+    plain = "\n".join(
+        re.match(r"\s*", line)[0] + "pass" if FOR_IPYTHON.match(line) else line  # type: ignore[index]
+        for line in source.split("\n")
+    )
+    for text in (source, plain):  # a line of a docstring may look as if it were for IPython
+        with suppress(*UNREADABLE):
+            return text, ast.parse(text).body
+    return plain, None

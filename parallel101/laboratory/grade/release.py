@@ -12,22 +12,35 @@
 The cases are drawn from the seed. Learners see those of a public seed, and are graded on those of
 the secret one.
 
-A set that is filled in is refused (stubs.py). Autograders install this library from the wheel, or
+A set that is filled in is refused: its files are read, and nothing is run.
+
+hw1.py          each function that an exercise asks for is a stub: a docstring and
+                raise NotImplementedError(…); so is each method of a class
+                beside them there are imports, names for types, and functions whose docstring says
+                "(this is given)"
+hw1.ipynb       predict(…) has a question mark for each answer
+
+Autograders install this library from the wheel, or
 from the address that the teacher gives with --library, and never from an index, where somebody else
 may own its name.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import hashlib
 import io
+import json
 import os
 import re
 import secrets
 import shutil
 import stat
+import tokenize
 import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import IO
@@ -35,13 +48,22 @@ from typing import IO
 import torch
 
 from parallel101.laboratory import PACKAGE
+from parallel101.laboratory.grade.handed_in import (
+    DEFINED,
+    GIVEN,
+    code_cells,
+    is_stub,
+    parsed,
+)
 from parallel101.laboratory.grade.homework import HomeworkSet
-from parallel101.laboratory.grade.stubs import filled_in, without_outputs
 
 # what the text of a set may need beside its own files
 FIGURES = (".png", ".svg")
 # where a teacher may keep this library
 ADDRESS = re.compile(r"(git\+https|git\+ssh|https)://[\w.:/@%+~#=&?-]+")
+
+UNANSWERED = ("?", None, ...)
+CODE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Return, ast.For, ast.If, ast.With)
 
 # of the package, in its wheel
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", "notebooks")  # graders need no notebooks
@@ -183,6 +205,94 @@ def handed_out(homework: HomeworkSet) -> list[Path]:
     conftest = (folder / "conftest.py", folder.parent / "conftest.py")
     files += [file for file in conftest if file.is_file()][:1]
     return [file for file in files if file.is_file() and file.name[0] != "."]
+
+
+# ---- what is filled in ----
+
+
+def filled_in(homework: HomeworkSet) -> list[str]:
+    """Return a sentence for each place in a set's files that is, or may be, a solution."""
+    functions = {exercise.function for exercise in homework.exercises}
+    name = homework.code.name
+    parts = [(name, homework.code.read_text(encoding="utf-8-sig"))]
+    try:
+        nodes = ast.parse(parts[0][1]).body
+        cells = enumerate(_cells_of(homework), 1)
+        parts += [(f"{homework.notebook.name}, cell {id or i}", text) for i, (id, text) in cells]
+    except (SyntaxError, ValueError, KeyError, TypeError) as error:
+        return [f"{homework.folder.name} has a file that can't be read: {error!r}"]
+    found = []
+    for place, source in parts:
+        text, statements = parsed(source)
+        said = [(line, f"a comment is code: {code}") for line, code in _code_in_comments(text)]
+        for node in (part for top in statements or () for part in ast.walk(top)):
+            if isinstance(node, DEFINED) and node.name in functions and not is_stub(node):
+                said.append((node.lineno, f"{node.name} is filled in"))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "predict":
+                answers = [(one.arg, getattr(one.value, "value", 0)) for one in node.keywords]
+                given = [arg for arg, value in answers if value not in UNANSWERED]
+                said += [(node.lineno, f"{arg} is answered") for arg in given]
+        found += [f"{place}, line {line}: {what}" for line, what in said]
+    for node in nodes:
+        place = f"{name}, line {node.lineno}"
+        if isinstance(node, DEFINED):
+            if node.name not in functions and GIVEN not in (ast.get_docstring(node) or ""):
+                asks = f"no exercise asks for {node.name}, and its docstring doesn't say ({GIVEN})"
+                found.append(f"{place}: {asks}")
+        elif not _is_plain(node, functions):
+            found.append(f"{place}: runs code: {ast.unparse(node).splitlines()[0]}")
+    written = {node.name for node in nodes if isinstance(node, DEFINED)}
+    return found + [f"{name} has no stub of {function}" for function in sorted(functions - written)]
+
+
+def _cells_of(homework: HomeworkSet) -> list[tuple[str, str]]:
+    if not homework.notebook.is_file():
+        return []
+    return code_cells(homework.notebook.read_text(encoding="utf-8"))
+
+
+def scratch_cells(homework: HomeworkSet) -> list[str]:
+    """Return the cells of code that were added in Jupyter, which gives them such ids."""
+    return [
+        source.strip().partition("\n")[0]
+        for name, source in _cells_of(homework)
+        if re.fullmatch(r"[0-9a-f]{8}[0-9a-f-]*", name or "00000000") and source.strip()
+    ]
+
+
+def without_outputs(notebook: str) -> str:
+    """Return a notebook's text without what its cells printed and drew."""
+    content = json.loads(notebook)
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _code_in_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield comments that are Python, such as a solution that is commented out; not # hint(…)."""
+    with suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            text = token.string.lstrip("# ")
+            if token.type == tokenize.COMMENT and not text.startswith("hint("):
+                with suppress(SyntaxError, ValueError):
+                    if any(isinstance(node, CODE) for node in ast.walk(ast.parse(text))):
+                        yield token.start[0], token.string
+
+
+def _is_plain(node: ast.stmt, functions: set[str]) -> bool:
+    """Return whether it is an import, a docstring, or a name for a type or a number."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return all(name.name != "*" for name in node.names)
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    runs = any(isinstance(part, ast.Call | ast.Lambda) for part in ast.walk(node))
+    to_names = all(isinstance(target, ast.Name) for target in targets)
+    return to_names and not runs and not names & functions
 
 
 # ---- this library as a wheel ----

@@ -29,15 +29,14 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames, isolation
-from parallel101.laboratory.grade.endings import (
+from parallel101.laboratory.grade.exercise import Case, Exercise, Trial, Unwaited
+from parallel101.laboratory.grade.exercise_report import (
     LOADING,
     MOST_PRINTED,
     NOT_LOADED,
     GradedRunFailed,
     ends_all,
-    how_it_ended,
 )
-from parallel101.laboratory.grade.exercise import Case, Exercise, Trial, Unwaited
 from parallel101.laboratory.grade.frames import MESSAGES, Frame, operation_of
 from parallel101.laboratory.grade.isolation import clean_up, user_of
 from parallel101.laboratory.grade.plain_text import plain
@@ -58,7 +57,8 @@ AUTOGRAD = "torch.fx.experimental.symbolic_shapes"
 COMPILER = ("torch._dynamo",)  # and this for what is named here
 NEED_COMPILER = ("_functional_collectives", "torch.distributed.tensor", "utils.checkpoint")
 MOST_MESSAGE = 2000  # characters of an error's text
-REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+REDUCTIONS = {name.lower(): getattr(dist.ReduceOp, name) for name in NAMES}
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 ENDS = ("result", "failed")  # the frames with which a process ends a case
 OWN_ERRORS = (GradedRunFailed, DeadlockError, MisuseError)  # a case may end with one of these
@@ -91,9 +91,8 @@ class RemoteRank:
     """
 
     def __init__(self, number: int, process: RankProcess, output: io.FileIO):
-        self.returned = self.ended = False  # it has returned; it has returned or failed
         self.number, self.process, self.output = number, process, output
-        self.begin(None, 0.0, ())
+        self.ended = True  # its case: it has returned or failed
 
     # ---- the process ----
 
@@ -129,10 +128,8 @@ class RemoteRank:
         calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', said)
         own = [call for call in calls if not lines.is_inside(call[0])]
         # the files of a submission have no folder: see Submission
-        loading = any(
-            name == "<module>" and not os.path.isabs(file) and file[0] != "<"
-            for file, _, name in own
-        )
+        modules = {file for file, _, name in own if name == "<module>" and file[0] != "<"}
+        loading = any(not os.path.isabs(file) for file in modules)
         where = f"{own[0][0]}:{own[0][1]}" if own else "?"
         return self._failed("time", where=where, kind=LOADING if loading else "")
 
@@ -156,22 +153,21 @@ class RemoteRank:
 
     # ---- the virtual rank, in one case ----
 
-    def begin(self, case: Case | None, until: float, allowed: Collection[str]) -> None:
+    def begin(self, case: Case, until: float, allowed: Collection[str]) -> None:
         """Forget the case before, and let the process begin this one."""
         self.until, self.allowed = until, allowed
         self.moved = 0  # bytes
-        self.calls: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # works, and their outputs
-        self.unwaited: dict[int, Unwaited] = {}
+        # what it has posted and not waited for: the work, and the tensors that it writes
+        self.calls: dict[int, tuple[Any, list[torch.Tensor], Unwaited]] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
         self.result: Any = None
         self.changed: list[int] = []  # places of arguments, as in a Trial
         self.shared: list[int] = []
-        self.returned = self.ended = False
-        if case is not None:
-            self.output.truncate(0)
-            arguments, size = case.arguments[self.number], case.world_size
-            self.tell("case", arguments=arguments, world_size=size, seed=case.seed)
+        self.returned = self.ended = False  # it has returned; it has returned or failed
+        self.output.truncate(0)
+        arguments, size = case.arguments[self.number], case.world_size
+        self.tell("case", arguments=arguments, world_size=size, seed=case.seed)
 
     def serve(self) -> None:
         """Do what the process says until it returns. Raises what ended the run early."""
@@ -206,13 +202,12 @@ class RemoteRank:
         elif kind == "call":
             self._call(said, place)
         elif kind in ("wait", "test"):
-            work, outputs = self.calls[said["call"]]
+            work, outputs, about = self.calls[said["call"]]
             if kind == "wait":
                 work.wait()
-            source = None
             if done := kind == "wait" or work.is_completed():
-                about = self.unwaited.pop(said["call"], None)
-                source = work._source_rank() if about and about.kind == "recv" else None
+                del self.calls[said["call"]]
+            source = work._source_rank() if done and about.kind == "recv" else None
             self.tell("reply", done=done, source=source, outputs=outputs if done else [])
         elif kind == "new_group":
             group = dist.new_group(said["ranks"])
@@ -244,8 +239,7 @@ class RemoteRank:
         except Exception as error:  # as if the rank had raised it
             raise self._raised(str(error) or repr(error), place, type(error).__name__) from error
         outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
-        self.calls[said["call"]] = work, outputs
-        self.unwaited[said["call"]] = Unwaited(self.number, kind, place)
+        self.calls[said["call"]] = work, outputs, Unwaited(self.number, kind, place)
 
     def _raised(
         self, message: Any, place: str, kind: Any, calls: Sequence[str] = (), stub: bool = False
@@ -371,8 +365,8 @@ class SubmissionRanks:
         )
         failure = outcome.error
         # what the calls of several ranks together do: no rank's own fault is known
-        if failure is not None and how_it_ended(failure) == "failed":
-            failure = GradedRunFailed("failed", plain(one_line(failure)))
+        if failure is not None and not isinstance(failure, OWN_ERRORS):
+            failure = GradedRunFailed("misuse", plain(one_line(failure)))
         for rank in ranks:
             if os.fstat(rank.output.fileno()).st_size > MOST_PRINTED:
                 failure = GradedRunFailed("printed", rank=rank.number)
@@ -382,7 +376,7 @@ class SubmissionRanks:
             results=[rank.result for rank in ranks],
             trace=Trace.from_rows(outcome.events, case.world_size, "sim", outcome.unfinished),
             error=failure,
-            unwaited=[call for rank in returned for call in rank.unwaited.values()],
+            unwaited=[call for rank in returned for *_, call in rank.calls.values()],
             changed=[rank.changed for rank in ranks],
             shared=[rank.shared for rank in ranks],
             printed=[rank.printed() for rank in ranks],
@@ -404,14 +398,14 @@ def _options(said: dict[str, Any]) -> list[Any]:
     """Return the last argument of a collective's method; those for messages have none."""
     if said["method"] in MESSAGES:
         return []
-    options = COLLECTIVES[said["method"]].options()
-    if "rootRank" in said["options"]:
-        options.rootRank = int(said["options"]["rootRank"])
-    if "reduceOp" in said["options"]:
-        name = str(said["options"]["reduceOp"]).upper()
-        if name not in REDUCTIONS:
-            raise ValueError(f"the reduction {name} can't be used; use {', '.join(REDUCTIONS)}")
-        options.reduceOp = getattr(dist.ReduceOp, name)
+    options, chosen = COLLECTIVES[said["method"]].options(), said["options"]
+    if "rootRank" in chosen:
+        options.rootRank = chosen["rootRank"]
+    if "reduceOp" in chosen:
+        if (name := chosen["reduceOp"]) not in REDUCTIONS:
+            known = ", ".join(NAMES)
+            raise ValueError(f"the reduction {name} can't be used; use {known}")
+        options.reduceOp = REDUCTIONS[name]
     return [options]
 
 

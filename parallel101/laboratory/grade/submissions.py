@@ -3,7 +3,7 @@
     submissions/alice/hw1.py   ──▶  results/alice.json   a result for each exercise, written as
     submissions/bob/hw1.ipynb  ──▶  results/bob.json     soon as the exercise is graded
                                     results.csv          points, and why points are missing
-                                    feedback/alice.html  a page for each learner (feedback.py)
+                                    feedback/alice.html  a page for each learner (grades.py)
 
 It also tells which misconceptions the class has. An interrupted run continues where it was: a
 submission whose result is on disk is not graded again, unless its file has changed.
@@ -28,7 +28,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from parallel101.laboratory.grade.grades import Result, exercise_result, ungraded, write_json
+from parallel101.laboratory.grade.grades import (
+    Result,
+    exercise_result,
+    ungraded,
+    write_json,
+    write_page,
+)
 from parallel101.laboratory.grade.handed_in import NoSubmission, read, student
 from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.isolation import RANKS, clean_up
@@ -69,8 +75,6 @@ def grade_submission(
         result["points"] = round(sum(entry["points"] for entry in result["exercises"]), 2)
         written(result)
     if page is not None:
-        from parallel101.laboratory.grade.feedback import write_page  # loads what makes pages
-
         write_page(page, homework, result, verdicts)
     result["complete"] = complete  # otherwise it is graded again the next time
     written(result)
