@@ -30,14 +30,12 @@ LOSS = r"(?i)loss\w*['\"]?\s*[:=,]?\s*['\"]?(?:tensor\()?(-?\d+\.?\d*(?:e[-+]?\d
 TOLERANCE = 1e-4  # relative
 PARALLEL101 = [sys.executable, "-m", "parallel101", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-WHOLE_LINES = "--tee=3"  # else torchrun's ranks write into each other's lines
-STARTERS = {  # name → the command that comes before the program
-    "torchrun": lambda ranks: [*TORCHRUN, WHOLE_LINES, f"--nproc-per-node={ranks}"],
-    "gloo": lambda ranks: [*PARALLEL101, f"--world-size={ranks}"],
-    "sim": lambda ranks: [*PARALLEL101, f"--world-size={ranks}", "--backend=sim"],
-    "NCCL's rules": lambda ranks: [
-        *(*PARALLEL101, f"--world-size={ranks}", "--backend=sim", "--rules=nccl")
-    ],
+STARTERS = {  # name → the command that comes before the program, and before the number of ranks
+    # --tee: else torchrun's ranks write into each other's lines
+    "torchrun": [*TORCHRUN, "--tee=3", "--nproc-per-node"],
+    "gloo": [*PARALLEL101, "--world-size"],
+    "sim": [*PARALLEL101, "--backend=sim", "--world-size"],
+    "NCCL's rules": [*PARALLEL101, "--backend=sim", "--rules=nccl", "--world-size"],
 }
 
 
@@ -79,20 +77,14 @@ def ended(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, so that what it has started ends too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-
-
 def run_program(starter: str, program: list[str], ranks: int, seconds: float, folder: Path):
     """Run `program` (a script, or -m and a module, then arguments) in `folder`.
 
     At most `seconds` long: then the whole process group is ended.
     """
-    command = [*STARTERS[starter](ranks), *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [*STARTERS[starter], str(ranks), *program]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     began = time.monotonic()
     with subprocess.Popen(
         command,
@@ -161,7 +153,3 @@ def print_table(title: str, rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in table) for column in range(4)]
     for row in table:
         print("  ".join(word.ljust(width) for word, width in zip(row, widths)), row[4], flush=True)
-
-
-def failed(rows: list[tuple[str, ...]]) -> bool:
-    return any(row[4] or row[2].startswith("no") for row in rows)

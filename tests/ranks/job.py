@@ -121,10 +121,6 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.ranks[rank].pid, number)
 
-    def interrupt(self):
-        """Do what torchrun does after Ctrl-C."""
-        self.signal(signal.SIGINT)
-
     def react(self, *reactions):
         """Read to the end. Call each function once, when its words have come, in this order.
 

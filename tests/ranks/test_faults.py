@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,10 +12,10 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.laboratory.ranks.processes import preload
 from tests.ranks import faults
+from tests.ranks.failing import fails
 from tests.ranks.faults import FAULTS, JOBS, WORLDS, Fault
 from tests.ranks.job import Job
 
-SOON = 20.0  # seconds, however busy the machine is; the time limit of a launch is 60 s
 EVERYWHERE = [(name, world) for name, fault in FAULTS.items() for world in fault.worlds.split()]
 CASES = [(name, world) for name, world in EVERYWHERE if world in WORLDS]
 
@@ -25,15 +24,6 @@ CASES = [(name, world) for name, world in EVERYWHERE if world in WORLDS]
 def imports():
     """What DDP imports when it is first used: once, and not in each rank."""
     preload(["torch._dynamo"])
-
-
-def failure(fault: Fault, **options):
-    """The error of a launch, within SOON."""
-    program, size, began = fault.program, fault.size, time.monotonic()
-    with pytest.raises(fault.error) as raised:
-        p101.launch(lambda: program(dist.get_rank()), world_size=size, **fault.options, **options)
-    assert time.monotonic() - began < SOON
-    return raised.value
 
 
 def expected(fault: Fault, job: bool = False):
@@ -52,7 +42,8 @@ def expected(fault: Fault, job: bool = False):
 @pytest.mark.parametrize(("name", "world"), CASES, ids=[", ".join(case) for case in CASES])
 def test_a_report_names_what_went_wrong_with_rank_and_line(name, world):
     fault = FAULTS[name]
-    error = failure(fault, **WORLDS[world])
+    program, options = fault.program, {**fault.options, **WORLDS[world]}
+    error = fails(fault.error, lambda: program(dist.get_rank()), world_size=fault.size, **options)
     text = str(error)
     assert [said for said in expected(fault) if not re.search(said, text)] == [], text
     assert "worker.py" not in text, "the library's own frames"

@@ -151,7 +151,7 @@ def test_in_a_job(fifo, tmp_path):
         ("begun", lambda: None),
         ("begun", ask_rank_1),
         (ASKED, lambda: release(f"{fifo} 0")),
-        ("rank 0 has returned", job.interrupt),
+        ("rank 0 has returned", lambda: job.signal(signal.SIGINT)),  # as torchrun after Ctrl-C
     )
     assert job.exitcodes[1] != 0
     waits = "rank 0 waits in all_reduce for rank 1, at train.py:12: dist.all_reduce"

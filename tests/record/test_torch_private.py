@@ -46,13 +46,9 @@ def test_torch_reads_its_world_at_each_use():
     torch_private.name_groups_by_thread(True)
     try:
         world.add_default(group, "0", "sim", dist.HashStore(), 3)
-        seen = (
-            dist.is_initialized(),
-            dist.group.WORLD is group,
-            dist.get_backend(),
-            dist.get_process_group_ranks(group),
-        )
-        assert seen == (True, True, "sim", [0, 1, 2]), moved(
+        seen = dist.is_initialized(), dist.group.WORLD is group, dist.get_backend()
+        ranks = dist.get_process_group_ranks(group)
+        assert (*seen, ranks) == (True, True, "sim", [0, 1, 2]), moved(
             "c10d._world, or what init_process_group puts in it", "sim"
         )
         assert c10d._resolve_process_group("0") is group, moved(

@@ -21,7 +21,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from parallel101.laboratory.ranks.pickling import pack, pack_result, unpack
-from parallel101.laboratory.ranks.watcher import Watcher, before_exits, exit_process
+from parallel101.laboratory.ranks.watcher import (
+    Watcher,
+    before_cpp_aborts,
+    before_exits,
+    exit_process,
+)
 from parallel101.laboratory.ranks.wire import FAILURE, RESULT, Failure, Job
 from parallel101.laboratory.record import process_groups, torch_private
 from parallel101.laboratory.record.errors import broken_connection, one_line, reports_another
@@ -68,7 +73,11 @@ def run_rank(
         program = load()
         process_groups.start_together()
         watcher.outside = ""
-        with own_init_accepted(), watcher.uncaught.held(), before_exits(watcher.exits):
+        with (
+            own_init_accepted(),
+            before_exits(watcher.exits),
+            before_cpp_aborts(watcher.aborts),
+        ):
             value = call(program)
         watcher.outside = "its end, sending back what it returned"
         kind, packed = RESULT, pack_result(value, recorder.rank, wire.plain)

@@ -69,7 +69,13 @@ from parallel101.laboratory.record.recorder import RankRecorder
 
 GRACE = 1.0  # seconds for a rank to raise by itself, once the run has failed
 TO_CONNECT = 10.0  # seconds
-NOTED = ("SIGTERM", "SIGINT", "SIGUSR1")
+# the signals that a launch notes, and their default handlers
+DEFAULTS: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+if hasattr(signal, "SIGUSR1"):
+    DEFAULTS[signal.SIGUSR1] = signal.SIG_DFL
 # what a rank sends first: the secret, its number, its process and its host
 HELLO = struct.Struct("!32sII255s")
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
@@ -395,7 +401,7 @@ class Signals:
 
     torchrun stops the other ranks by SIGTERM when one has failed, and by SIGINT after Ctrl-C. A
     user asks by SIGUSR1 for a report. Python calls a handler on the program's thread only, and that
-    may be blocked in C++. So the watcher's thread learns of them from a pipe. A signal for which
+    may be blocked in C++. So the watcher's thread learns of them from a socket. A signal for which
     the program has a handler is left to it.
 
     Attributes:
@@ -403,33 +409,29 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self.writer, False)
-        self.handlers: dict[int, Any] = {}  # those that there were before the launch
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
         self.handled: set[int] = set()
-        os.register_at_fork(after_in_child=self.forget)  # signals end a DataLoader's worker
+        if hasattr(os, "register_at_fork"):  # signals end a DataLoader's worker
+            os.register_at_fork(after_in_child=self.forget)
 
     def note(self) -> None:
         """Begin, at the start of a launch. Only a program's main thread may handle signals."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self.handled.clear()
-        self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        for number in filter(None, (getattr(signal, name, None) for name in NOTED)):
-            ends = signal.SIG_DFL, signal.default_int_handler, self._end_later
-            if signal.getsignal(number) in ends:
-                self.handlers[number] = signal.signal(number, self._noted)
+        if threading.current_thread() is threading.main_thread():
+            self.handled.clear()
+            self.wakeup = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+            for number, default in DEFAULTS.items():
+                if signal.getsignal(number) in (default, self._end_later):
+                    signal.signal(number, self._noted)
 
     def forget(self, failed: bool = False) -> None:
-        """Let signals do what they did before the launch. If it has failed, SIGTERM comes later."""
-        if self.handlers:
-            signal.set_wakeup_fd(self.wakeup)
-        while self.handlers:
-            number, handler = self.handlers.popitem()
+        """Let signals do what they do by default; SIGTERM later, if the launch has failed."""
+        for number, default in DEFAULTS.items():
             if signal.getsignal(number) == self._noted:
+                signal.set_wakeup_fd(self.wakeup)
                 later = failed and number == signal.SIGTERM
-                signal.signal(number, self._end_later if later else handler)
+                signal.signal(number, self._end_later if later else default)
                 if later and number in self.handled:
                     self._end_later()
 
@@ -443,13 +445,13 @@ class Signals:
     def arrived(self) -> set[int]:
         """Return the signals that have arrived since and for which the program has no handler."""
         try:
-            numbers = set(os.read(self.reader, 1024))
+            numbers = set(self.reader.recv(1024))
         except BlockingIOError:
             return set()
         return {number for number in numbers if signal.getsignal(number) == self._noted}
 
     def _noted(self, number: int, frame: Any) -> None:
-        """Interrupt the program after Ctrl-C. Else do nothing: the number is in the pipe."""
+        """Interrupt the program after Ctrl-C. Else do nothing: the number is in the socket."""
         self.handled.add(number)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

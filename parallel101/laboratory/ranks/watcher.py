@@ -9,8 +9,7 @@ It looks ten times a second. Counts of what was posted only grow, and a blocked 
 So the newest reports of all ranks together tell a deadlock for certain (see record/wait_for.py).
 C code that holds Python's lock keeps it from running, too. Then the rank doesn't answer.
 
-    gloo's thread      throws, and nobody catches it ──▶ std::terminate ──▶ held ──▶ abort
-    watcher                                       sends this rank's last calls ──▶ a report
+    gloo's thread      throws, and nobody catches it ──▶ sends this rank's last calls ──▶ abort
 
 gloo throws in a thread of its own when more bytes arrive than a rank expects. Then C++ calls the
 function that std::set_terminate has got. (Crashes by a signal do not come here.)
@@ -55,7 +54,6 @@ MOST_FRAMES = 20  # of a stack: the innermost ones are kept
 # std::set_terminate, in the names that the C++ of Linux and macOS gives to functions
 SET_TERMINATE = "_ZSt13set_terminatePFvvE"
 LIBRARIES = ("libstdc++.so.6", "libc++.1.dylib")
-HELD_FOR = 5.0  # seconds at most
 exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
@@ -171,38 +169,29 @@ def before_exits(call: Callable[[int], Any]) -> Iterator[None]:
 HANDLER = ctypes.CFUNCTYPE(None)
 
 
-class UncaughtInCpp:
-    """Detects that C++ is about to abort this process, and delays it.
+@contextlib.contextmanager
+def before_cpp_aborts(call: Callable[[], Any]) -> Iterator[None]:
+    """Inside the block, call `call()` when C++ is about to abort this process.
 
-    Attributes:
-        thrown: set when a thread has thrown an exception that nothing catches.
-        may_abort: set it when that has been reported.
+    A thread has then thrown an exception that nothing catches. The call is on that thread.
     """
+    set_terminate: Any = lambda handler: None  # noqa: E731
+    for name in LIBRARIES:  # one of them, or none on other systems
+        with contextlib.suppress(OSError, AttributeError):
+            set_terminate = ctypes.CDLL(name)[SET_TERMINATE]
+            set_terminate.argtypes, set_terminate.restype = [HANDLER], ctypes.c_void_p
+            break
 
-    def __init__(self) -> None:
-        self.thrown, self.may_abort = threading.Event(), threading.Event()
+    @HANDLER
+    def terminate() -> None:
+        call()
+        HANDLER(before)()  # prints the exception, and aborts
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold an abort inside the block until it may come, for HELD_FOR seconds at most."""
-        set_terminate: Any = lambda handler: None  # noqa: E731
-        for name in LIBRARIES:  # one of them, or none on other systems
-            with contextlib.suppress(OSError, AttributeError):
-                set_terminate = ctypes.CDLL(name)[SET_TERMINATE]
-                set_terminate.argtypes, set_terminate.restype = [HANDLER], ctypes.c_void_p
-                break
-
-        @HANDLER
-        def terminate() -> None:
-            self.thrown.set()
-            self.may_abort.wait(HELD_FOR)
-            HANDLER(before)()  # prints the exception, and aborts
-
-        before = set_terminate(terminate)
-        try:
-            yield
-        finally:
-            set_terminate(HANDLER(before or 0))
+    before = set_terminate(terminate)
+    try:
+        yield
+    finally:
+        set_terminate(HANDLER(before or 0))
 
 
 # where torch waits for futures in C++
@@ -235,7 +224,7 @@ class Watcher(ControlThread):
         if recorder.recording:
             recorder.on_call = self.calls.append
         self.sending_calls = threading.Lock()  # the program's thread reports the last ones
-        self.clock, self.uncaught = QuietClock(), UncaughtInCpp()
+        self.clock = QuietClock()
         # of the thread in C++: frame, instruction, CPU time used
         self.position: tuple[int, int, float] | None = None
         self.since = 0.0
@@ -251,11 +240,6 @@ class Watcher(ControlThread):
         if self.clock.look(self.recorder.calls_posted) and not self.outside:
             self.wire.send(PLACE, self.place())
         self.send_calls()
-        if self.uncaught.thrown.is_set() and not self.uncaught.may_abort.is_set():
-            self.send_record()
-            self.wire.send(PLACE, self.place())
-            self.wire.send(ABORTS)
-            self.uncaught.may_abort.set()
         work = self.blocked_in()
         call = None if work is None else work.call
         seen, self.seen = self.seen, call
@@ -271,6 +255,13 @@ class Watcher(ControlThread):
         """Report the line by which the program ends this process."""
         with contextlib.suppress(OSError):
             self.wire.send(PLACE, caller())
+
+    def aborts(self) -> None:
+        """Report that C++ is about to abort this process, with the program's last calls."""
+        with contextlib.suppress(OSError):
+            self.send_record()
+            self.wire.send(PLACE, self.place())
+            self.wire.send(ABORTS)
 
     def send_calls(self) -> None:
         with self.sending_calls:

@@ -23,43 +23,14 @@ def scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return found
 
 
-def _flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-):
+def _flash_attn_forward(q, k, v, softmax_scale, causal, **_unused):
     found = scores(q, k, softmax_scale, causal)
     out = torch.einsum("bhqk,bkhd->bqhd", found.softmax(-1), v.float()).to(q.dtype)
     return out, found.logsumexp(-1), None, None
 
 
 def _flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, **_unused
 ):
     p = (scores(q, k, softmax_scale, causal) - softmax_lse.unsqueeze(-1)).exp()
     dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout.float()))
