@@ -256,7 +256,8 @@ def launch(
     }
     program = _pack_program(fn, args, kwargs)
     uses_dynamo = any(name in program[0].lower() for name in USE_DYNAMO)
-    preload(SLOW_IMPORTS[:uses_dynamo])
+    virtual = ["parallel101.laboratory.ranks.simworker"] * (backend == "sim")
+    preload([*SLOW_IMPORTS[:uses_dynamo], *virtual])
     rendezvous = Rendezvous()
     processes = start_ranks(job.processes)
     monitor = Monitor(job)
