@@ -68,9 +68,8 @@ class Agreement:
             data = gather(data, 0, group=self.group, sizes=sizes)
         else:
             data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS)
-        packed = (
-            bytes(raw_memory(part)) for part in (data.cpu().split(sizes) if len(data) else ())
-        )
+        parts = data.cpu().split(sizes) if len(data) else ()
+        packed = (bytes(raw_memory(part)) for part in parts)
         return [
             torch.load(io.BytesIO(raw), map_location=self.device, weights_only=True)
             if raw[:2] == b"PK"  # as a zip file begins
@@ -120,16 +119,13 @@ class Agreement:
         """
         if len(self.ranks) == 1:
             return
-        text = "\n".join(
-            f"{name}\t{tuple(t.shape)} {t.dtype}\t{number_of_values(t) if values else ''}"
+        own = {
+            name: f"{tuple(t.shape)} {t.dtype}\t{number_of_values(t) if values else ''}"
             for name, t in tensors
-        )
-        if self.same(text):
+        }
+        if self.same(str(own)):
             return
-        of_ranks = [
-            dict(line.split("\t", 1) for line in there.splitlines()) for there in self.objects(text)
-        ]
-        same = "expected the same on every rank"
+        of_ranks, same = self.objects(own), "expected the same on every rank"
         for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
             entries = [of_rank.get(name, "absent") for of_rank in of_ranks]
             others = [i for i, entry in enumerate(entries) if entry != entries[0]]
@@ -137,13 +133,10 @@ class Agreement:
                 ranks = ", ".join(str(self.ranks[i]) for i in others)
                 there = f"on rank{'s' * (len(others) > 1)} {ranks}"
                 first, other = (entries[i].partition("\t")[0] for i in (0, others[0]))
+                where = f"is {first} on rank {self.ranks[0]} and {other} {there}: {same}"
                 if first == other:
-                    where = f"{name!r} {there} differs from rank {self.ranks[0]}; {advice}"
-                else:
-                    where = (
-                        f"{name!r} is {first} on rank {self.ranks[0]} and {other} {there}: {same}"
-                    )
-                raise ValueError(f"{what}: {where}")
+                    where = f"{there} differs from rank {self.ranks[0]}; {advice}"
+                raise ValueError(f"{what}: {name!r} {where}")
         raise ValueError(f"{what}: they have them in different orders: {same}")
 
     @torch.no_grad()

@@ -104,9 +104,8 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
 
 def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Return the tree cut along dim 0 into parts of these sizes."""
-    ends = accumulate(sizes)
-    places = [slice(end - size, end) for size, end in zip(sizes, ends)]
-    return [map_tensors(operator.itemgetter(place), tree) for place in places]
+    slices = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
+    return [map_tensors(operator.itemgetter(part), tree) for part in slices]
 
 
 def join(batches: Sequence[Batch]) -> Batch:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,8 @@ def save(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) ->
         "loss_scale": trainer.gradient_sync.scale,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
-    trainer.agree.all_or_none(
-        f"save to {path}",
-        lambda: write_checkpoint(path, content) if trainer.position == 0 else None,
-    )
+    write = partial(write_checkpoint, path, content) if trainer.position == 0 else bool
+    trainer.agree.all_or_none(f"save to {path}", write)
 
 
 def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) -> int:
@@ -100,13 +99,10 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
                     f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was "
                     f"expected), or it is incomplete: {error}"
                 ) from error
-        entries, names = trainer.layout.entries, trainer.state
+        entries, names, saved = trainer.layout.entries, trainer.state, content["model"]
         here = {key: tuple(entries[name].shape) for key, name in names.items() if name is not None}
-        there = {
-            key: tuple(getattr(t, "shape", ()))
-            for key, t in content["model"].items()
-            if names.get(key, key) is not None
-        }
+        known = [key for key in saved if names.get(key, key) is not None]
+        there = {key: tuple(getattr(saved[key], "shape", ())) for key in known}
         for key in dict.fromkeys([*here, *there]):
             shapes = there.get(key, "none"), here.get(key, "none")
             if shapes[0] != shapes[1]:
@@ -121,9 +117,8 @@ def resume(trainer: Trainer, path: str | os.PathLike, *, scheduler: Any = None) 
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
     tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
-    read_tensors = [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
     trainer.agree.check_same(
-        read_tensors,
+        [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)],
         f"the ranks read different contents from {path}",
         "expected one file, or copies of it",
     )

@@ -18,6 +18,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -205,8 +206,8 @@ class HybridTrainer:
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         of_forward = [axis.forward for axis in mesh_axes if axis.forward]
         of_forward.append(self.random_numbers.during_forward)
-        if self.precision.autocast is not None:
-            of_forward.append(partial(self.precision.forward, self.device))
+        if (dtype := self.precision.autocast) is not None:
+            of_forward.append(partial(torch.autocast, self.device.type, dtype=dtype))
         self.runner = stages.runner(data.syncs, axes, partial(nested, of_forward))
         sync = MasterWeights(self, whole) if self.precision.master else self.runner.sync
         self.gradient_sync, self.owned = sync, sync.owned

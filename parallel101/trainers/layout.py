@@ -150,15 +150,11 @@ class Axes:
     def along(self, names: Collection[str]) -> Group:
         """Return the ranks of `line` as a group, which has these axes' names in the record."""
         line, among = self.line(names), [name for name in self.sizes if name in names]
-        whole = len(line) == len(self.members.ranks)
         named = tuple(name for name in among if self.sizes[name] > 1 or len(names) == 1)
-        return Group(
-            ranks=tuple(self.members.ranks[i] for i in line),
-            position=line.index(self.position),
-            shape=self.members.shape if whole else (len(line),),
-            process_group=self.members.process_group if whole else None,
-            axes=self.members.axes if whole and self.members.axes else named,
-        )
+        if len(line) == len(self.members.ranks):
+            return self.members._replace(axes=self.members.axes or named)
+        ranks = tuple(self.members.ranks[i] for i in line)
+        return Group(ranks, line.index(self.position), (len(line),), None, named)
 
 
 class Layout:
@@ -245,12 +241,10 @@ class Layout:
         """
         if not self.cut_axes:
             return {name: parts[name].detach().clone() for name in names}
-        here = {name: parts[name] for name in names if name in parts}
-        of_ranks = self.collect(here, first_only)
-        return {
-            name: self.join(name, [of_rank.get(name) for of_rank in of_ranks])
-            for name in (names if of_ranks else ())
-        }
+        of_ranks = self.collect({n: parts[n] for n in names if n in parts}, first_only)
+        if not of_ranks:
+            return {}
+        return {n: self.join(n, [of_rank.get(n) for of_rank in of_ranks]) for n in names}
 
     def collect(self, parts: Mapping[str, Any], first_only: bool = False) -> list[dict[str, Part]]:
         """Return what each rank in `line` has for each name: a tensor, or dicts of tensors and
@@ -258,11 +252,10 @@ class Layout:
 
         With `first_only` the other ranks get [].
         """
-        content = {
-            name: (tuple(self.entries[name].placements.get("dp", ())), copied(part))
-            for name, part in parts.items()
-            if self.counts(name)
-        }
+        content = dict[str, Part]()
+        for name in filter(self.counts, parts):
+            pieces = tuple(self.entries[name].placements.get("dp", ()))
+            content[name] = pieces, copied(parts[name])
         line = Agreement(self.axes.along(self.cut_axes), self.device)
         return line.objects(content, first_only)
 
@@ -273,10 +266,8 @@ class Layout:
         norm = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
         if not self.cut_axes:
             return norm
-        squares = all_gather(
-            norm.to(self.device).double().square().view(1), group=self.axes.along(self.cut_axes)
-        )
-        return squares.sum().sqrt()
+        square = norm.to(self.device).double().square().view(1)
+        return all_gather(square, group=self.axes.along(self.cut_axes)).sum().sqrt()
 
     # ── in words ──
 

@@ -135,13 +135,6 @@ class Losses:
         self.parts.append(loss.detach())
         return loss if self.scale == 1 else loss * self.scale
 
-    def without_samples(self, outputs: Any, targets: Any) -> Tensor:
-        """Return a loss without samples: backward starts from it with zeros, for its messages. It
-        is computed as the others' loss is: a tensor it ignores gets no gradient here either.
-        """
-        loss, _ = loss_and_weight(self.loss_fn, outputs, targets)
-        return loss * 0
-
     def sum(self) -> float:
         return sum(number_in(part) for part in self.parts)
 
@@ -203,10 +196,9 @@ def loss_and_weight(
     """
     if loss_fn is not None:
         loss = loss_fn(outputs, targets)
-    elif isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
     else:
-        loss = getattr(outputs, "loss", outputs)
+        in_dict = isinstance(outputs, Mapping)
+        loss = outputs.get("loss") if in_dict else getattr(outputs, "loss", outputs)
     weight = None
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, given = loss

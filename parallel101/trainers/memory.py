@@ -31,6 +31,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel101.spans import listening
+from parallel101.trainers.batches import tensors_of
 from parallel101.trainers.layout import ORDER, Layout
 from parallel101.trainers.options import Trainer
 
@@ -77,14 +78,12 @@ def describe(trainer: Trainer) -> Holdings:
     """
     ranks = trainer.agree.ranks
     title = f"{type(trainer).__name__} on {len(ranks)} rank{'s'[: len(ranks) - 1]}"
-    data, owned, state = trainer.data, trainer.owned, trainer.optimizer.state.values()
+    data, owned = trainer.data, trainer.owned
     parameters = [*trainer.model.parameters(), *trainer.runner.sync.owned.values()]
     held: dict[str, Iterable[Tensor]] = {
         "weights": [*parameters, *trainer.model.buffers()],
         "gradients": [p.grad for p in [*parameters, *owned.values()] if p.grad is not None],
-        "optimizer state": [
-            value for of_one in state for value in of_one.values() if isinstance(value, Tensor)
-        ],
+        "optimizer state": tensors_of([*trainer.optimizer.state.values()]),
     }
     if trainer.precision.master:
         held["master weights"] = owned.values()
@@ -105,16 +104,11 @@ def describe(trainer: Trainer) -> Holdings:
     how += "; it updates master weights" * trainer.precision.master
     notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {how}"]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
-    parts = {
-        kind: parts_held(trainer.layout, names, counts[kind], zero_stage >= first)
-        for kind, names, first in (
-            ("weights", trainer.layout.entries, 3),
-            ("gradients", trainer.trained, 2),
-            ("optimizer state", trainer.trained, 1),
-            ("master weights", trainer.trained, 1),
-        )
-        if kind in counts
-    }
+    parts, of = {}, {"weights": trainer.layout.entries}
+    cut_from = {"weights": 3, "gradients": 2, "optimizer state": 1, "master weights": 1}
+    for kind in filter(counts.__contains__, cut_from):
+        names, in_pieces = of.get(kind, trainer.trained), zero_stage >= cut_from[kind]
+        parts[kind] = parts_held(trainer.layout, names, counts[kind], in_pieces)
     return Holdings(title, ranks, counts, notes, parts)
 
 
@@ -245,9 +239,9 @@ class Count:
         self.seen.add(storage)
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
             return  # gathered during the step
-        number, nbytes = len(self.activations.kept), storage.nbytes()
-        phase, dtype = self.activations.phases[self.phase], str(t.dtype).removeprefix("torch.")
-        self.activations.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
+        found, nbytes = self.activations, storage.nbytes()
+        number, phase, dtype = len(found.kept), found.phases[self.phase], str(t.dtype)[6:]
+        found.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
         self.refs.append(weakref.ref(storage, lambda _: self.change(number, False, -nbytes)))
         self.change(number, True, nbytes)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -98,9 +98,9 @@ class Options:
         of_pipelines = ("schedule", "microbatches", "chunks", "layers_per_stage")
         axis_of = {"sequence_parallel": "tp", "context": "cp"} | dict.fromkeys(of_pipelines, "pp")
         asked = [
-            (field.name, getattr(self, field.name), axis_of.get(field.name, "dp"))
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
+            (name, getattr(self, name), axis)
+            for name, axis in axis_of.items()
+            if getattr(self, name) != getattr(Options, name)
         ]
         for plan, axis in ((self.tensor_plan, "tp"), (self.experts_plan or None, "ep")):
             asked += [("plan", plan, axis)] * (plan not in (None, "auto"))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives.meta_device import number_in, numbers_device
+from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.batches import map_tensors
 from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.options import Options, Trainer, expect
@@ -61,10 +61,6 @@ class Precision(NamedTuple):
         if self.weights is None or not dtype.is_floating_point:
             return dtype
         return torch.promote_types(dtype, torch.float32) if self.master else self.weights
-
-    def forward(self, device: torch.device) -> Any:
-        """Return the context in which a forward runs, with autocast."""
-        return torch.autocast(numbers_device(device).type, dtype=self.autocast)
 
     def cast_model(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Round the model's weights and buffers, in place. Return what the optimizer updates, by
@@ -152,13 +148,11 @@ class MasterWeights(GradientSync):
         """
         gradients = [p.grad for p in self.owned.values() if p.grad is not None]
         here = sum(number_in(~g.isfinite().all()) for g in gradients)
-        (of_ranks,) = self.agree.numbers(here)
-        if overflow := any(of_ranks):
+        self.steps_at_scale += 1
+        if overflow := any(self.agree.numbers(here)[0]):
+            self.scale, self.steps_at_scale = self.scale / 2, 0
             for p in self.owned.values():
                 p.grad = None
-        self.steps_at_scale = 0 if overflow else self.steps_at_scale + 1
-        if overflow:
-            self.scale /= 2
         elif self.steps_at_scale == GROWTH_STEPS:
             self.scale, self.steps_at_scale = self.scale * 2, 0
         return overflow

@@ -45,13 +45,13 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> O
             f"trainers call {type(built).__name__}.step() without arguments, and that fails: "
             f"{error}"
         ) from error
-    names = {id(p): name for name, p in parameters.items()}
-    given = {id(p) for group in built.param_groups for p in group["params"]}
-    if given != names.keys():
-        missing = [name for key, name in names.items() if key not in given]
+    given = {p for group in built.param_groups for p in group["params"]}
+    missing = [name for name, p in parameters.items() if p not in given]
+    others = given.difference(parameters.values())
+    if missing or others:
         raise ValueError(
-            f"the optimizer is not over the {len(names)} parameters that it was given: it has "
-            f"{len(given - names.keys())} others, and lacks {', '.join(missing[:3]) or 'none'}. "
+            f"the optimizer is not over the {len(parameters)} parameters that it was given: it has "
+            f"{len(others)} others, and lacks {', '.join(missing[:3]) or 'none'}. "
             f"To leave out some, set requires_grad_(False) on them; {hint}"
         )
     return built
@@ -113,14 +113,12 @@ class ShardedOptimizer:
         whole: dict[str, dict[str, Any]] = {}
         for name in sum(self.names, []):
             of_name = [of_rank.get(name) for of_rank in of_ranks]
-            first = next((value for _, value in filter(None, of_name)), None)
-            if first is not None:
-                whole[name] = first["others"] | {
-                    key: self.layout.join(
-                        name, [part and (part[0], part[1]["like"][key]) for part in of_name]
-                    )
-                    for key in first["like"]
-                }
+            first: dict[str, Any] = next((v for _, v in filter(None, of_name)), {"like": {}})
+            for key in first["like"]:
+                of_key = [part and (part[0], part[1]["like"][key]) for part in of_name]
+                first["others"][key] = self.layout.join(name, of_key)
+            if "others" in first:
+                whole[name] = first["others"]
         pairs = zip(self.names, self.optimizer.param_groups)
         groups = [{**group, "names": in_group} for in_group, group in pairs]
         for group in groups:

@@ -28,7 +28,7 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batches import Batch, call, cast, count_samples, split
 from parallel101.trainers.gradient_sync import GradientSync, sum_gradients
 from parallel101.trainers.layout import DATA, Axes
-from parallel101.trainers.losses import Losses, agree_on_loss, check_shares
+from parallel101.trainers.losses import Losses, agree_on_loss, check_shares, loss_and_weight
 from parallel101.trainers.options import Trainer
 
 
@@ -143,10 +143,14 @@ class Accumulation:
     def forward(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
         samples = count_samples(inputs)
         with self.sync.forward(), self.autocast():  # without samples, too: other ranks have some
-            outputs = call(self.model, inputs) if samples or self.always else None
+            if not samples and not self.always:
+                return None
+            outputs = call(self.model, inputs)
             if samples:
                 return losses.add(outputs, targets, samples)
-            return losses.without_samples(outputs, targets) if self.always else None
+            # Backward starts from zeros, for its messages. It is computed as the others' loss is: a
+            # tensor that the loss ignores gets no gradient here either.
+            return loss_and_weight(losses.loss_fn, outputs, targets)[0] * 0
 
     def backward(self, last: bool) -> None:
         loss, self.loss = self.loss, None

@@ -28,6 +28,7 @@ from tests.trainers.cases import (
     rows,
     seeded,
     sgd,
+    text,
     unlike_one_process,
 )
 from tests.trainers.models import llama as our_llama
@@ -287,7 +288,7 @@ class Model(nn.Module):
         x = self.wte(tokens)
         for block in self.h:
             x = block(x)
-        return self.lm_head(x).flatten(0, 1)
+        return self.lm_head(x)
 
 
 class OnTheModel(nn.Module):
@@ -302,20 +303,8 @@ class OnTheModel(nn.Module):
 class InOrder(Model):
     """The same model, which tells the order of its modules."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens).unflatten(0, tokens.shape)
-
     def sequence(self) -> list[nn.Module]:
         return [self.wte, *self.h, self.lm_head]
-
-
-def text(step: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(step))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of_text(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def gpt2(split=by_width) -> nn.Module:
@@ -371,7 +360,7 @@ def test_what_auto_cuts_in_them():
 TASKS |= {
     name: Task(build, F.mse_loss, rows(4, 3))
     if name == "layers on the model"
-    else Task(build, loss_of_text, text)
+    else Task(build, next_token_loss, text)
     for name, (build, _, _) in BROUGHT.items()
 }
 
@@ -392,7 +381,7 @@ X, OVER_TIME = torch.ones(6, 4).double(), torch.ones(4, 5, 2).double()
 CODE = r"cut over 2 ranks {} was raised: {}(.|\n)*write -1"  # that counts features of the whole
 UNFIT = [  # a plan, a model, a batch, and the words
     (BY_HEADS, gpt2(), text(0), CODE.format("ValueError", "not enough values to unpack")),
-    (QKV, llama(), text(0), CODE.format("RuntimeError", r"shape '\[4, 5, 4, 4\]' is invalid")),
+    (QKV, llama(), text(0), CODE.format("RuntimeError", r"shape '\[11, 6, 4, 4\]' is invalid")),
     ({"0": "row"}, linears(4, 4, 4), X, ""),
     ({"0": "column", "1": "row", "2": "row"}, linears(4, 4, 4, 4), X, ""),
     ({"1": "column"}, linears(4, 4, 4), X, ""),
@@ -412,7 +401,7 @@ def refused(cases, **options):
     for plan, model, batch, words in cases:
         on_text = isinstance(batch, tuple)
         trainer = on_mesh("tp 2")(
-            *(seeded(copy.deepcopy(model)), loss_of_text if on_text else F.mse_loss, sgd),
+            *(seeded(copy.deepcopy(model)), next_token_loss if on_text else F.mse_loss, sgd),
             **{"plan": plan, "verify": True, **options},
         )
         with pytest.raises(p101.NotEqualError, match=words):

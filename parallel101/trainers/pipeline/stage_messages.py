@@ -53,11 +53,9 @@ class Messages:
     def __init__(self, axes: Axes, lists: Ranks, placement: Placement, device: torch.device):
         self.placement, self.me, self.device = placement, axes.here["pp"], device
         self.ranks = axes.along(["pp"]).ranks
-        self.groups = [
-            dist.new_group(list(self.ranks), use_local_synchronization=True, group_desc="mesh_pp")
-            for _ in ("up", "down")
-            if len(self.ranks) > 1
-        ]
+        options: Any = {"use_local_synchronization": True, "group_desc": "mesh_pp"}
+        ways = ("up", "down") if len(self.ranks) > 1 else ()
+        self.groups = [dist.new_group(list(self.ranks), **options) for _ in ways]
         # from each position, what this rank receives, in the order in which it is sent
         self.incoming: dict[int, list[Action]] = {}
         # by receive, this rank's sends that must have been received before it could be computed
@@ -140,10 +138,8 @@ class Messages:
 
     def take(self, action: Action) -> Tensor:
         """Wait for this message."""
-        with wait_span(
-            "wait for activations" if action.kind == "RECV_F" else "wait for gradients",
-            microbatch=action.microbatch,
-        ):
+        what = "activations" if action.kind == "RECV_F" else "gradients"
+        with wait_span(f"wait for {what}", microbatch=action.microbatch):
             self.post(action, hear=True)
             box, work = self.arriving.pop(action)
             work.wait()

@@ -90,9 +90,8 @@ class PipelineStages(OneStage):
             self.least = self.microbatches, why
 
     def names(self, model: nn.Module) -> set[str]:
-        names = {m: name for name, m in model.named_modules()}
-        here = [self.sequence[number] for stage in self.local for number in self.ranges[stage]]
-        return {names[entry] for entry in here if entry in names}
+        here = {self.sequence[number] for stage in self.local for number in self.ranges[stage]}
+        return {name for name, module in model.named_modules() if module in here}
 
     def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
         """Yield each tied weight of this rank, and the ranks of the stages that use it."""

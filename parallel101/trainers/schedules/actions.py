@@ -38,11 +38,8 @@ class Action(NamedTuple):
 
         Raises ScheduleError for other texts.
         """
-        if not isinstance(text, str):
-            raise ScheduleError(
-                f"action {text!r} ({type(text).__name__}): expected a text such as '0F3'"
-            )
-        if text.startswith("(") and text.endswith(f"){OVERLAP}"):
+        is_text = isinstance(text, str)
+        if is_text and text.startswith("(") and text.endswith(f"){OVERLAP}"):
             parts = tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";"))
             if message := next((part for part in parts if part.kind in COMMUNICATION), None):
                 raise ScheduleError(
@@ -50,10 +47,10 @@ class Action(NamedTuple):
                     "a message. List it by itself"
                 )
             return cls(-1, OVERLAP, -1, parts)
-        match = ACTION.fullmatch(text)
+        match = ACTION.fullmatch(text) if is_text else None
         if match is None:
             raise ScheduleError(
-                f"action {text!r}: expected a stage, one of "
+                f"action {text!r}: expected a text of a stage, one of "
                 f"{', '.join(COMPUTE + COMMUNICATION)}, and a microbatch: '0F3'"
             )
         return cls(int(match[1]), match[2], int(match[3]))

@@ -48,11 +48,8 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
         chunk = chunks - 1 - chunk if backward else chunk
         return f"{chunk * p + rank}{'B' if backward else 'F'}{group * p + i}"
 
-    warm_up = (
-        min(total, (chunks - 1) * p + 2 * (p - rank - 1) + 1)
-        if chunks > 1
-        else min(total, p - rank)
-    )
+    most = (chunks - 1) * p + 2 * (p - rank - 1) + 1 if chunks > 1 else p - rank
+    warm_up = min(total, most)
     actions = [action(k, backward=False) for k in range(warm_up)]
     for k in range(total):
         actions.append(action(k, backward=True))

@@ -91,10 +91,9 @@ class Schedule:
                 f"Schedule({actions!r}): expected a list for each rank, such as [['0F0', "
                 "'0B0'], ['1F0', '1B0']]"
             )
-        self.ranks = tuple(tuple(Action.parse(text) for text in of_rank) for of_rank in actions)
-        self.placement = dict(
-            sorted({part.stage: rank for rank, part in reversed(list(self.parts()))}.items())
-        )
+        self.ranks = tuple(tuple(map(Action.parse, of_rank)) for of_rank in actions)
+        first = {part.stage: rank for rank, part in reversed(list(self.parts()))}
+        self.placement = dict(sorted(first.items()))
         self.microbatches = 1 + max((part.microbatch for _, part in self.parts()), default=-1)
 
     @property
@@ -218,12 +217,8 @@ def schedule_for(
     Raises ScheduleError if it is for other numbers.
     """
     if not isinstance(given, Schedule):
-        return schedule(
-            given,
-            stages=stages,
-            microbatches=stages if microbatches is None else microbatches,
-            chunks=chunks,
-        )
+        number = stages if microbatches is None else microbatches
+        return schedule(given, stages=stages, microbatches=number, chunks=chunks)
     has = len(given.ranks), given.microbatches, len(given.placement)
     if (stages, microbatches or has[1]) != has[:2] or chunks * stages not in (stages, has[2]):
         raise ScheduleError(
@@ -357,32 +352,26 @@ def checked(schedule: Schedule) -> tuple[Places, dict[Action, list[Action]]]:
     for stage, i in product(range(max(placement) + 1), range(microbatches)):
         has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
         halves = has & {"I", "W"}
-        if "F" not in has:
-            raise ScheduleError(
-                f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to "
-                f"{max(placement)}"
-            )
         if "B" in has and halves:
             raise ScheduleError(
                 f"the backward of microbatch {i} on stage {stage} appears twice: "
                 f"{stage}B{i} and {stage}{min(halves)}{i}"
             )
-        if "B" not in has and len(halves) < 2:
-            lacks = min({"I", "W"} - halves) if halves else "B"
-            raise ScheduleError(
-                f"{stage}{lacks}{i} is missing: stage {stage} has the forward of microbatch {i}"
-            )
+        for kind in "FIW" if halves else "FB":
+            if kind not in has:
+                why = f"stage {stage} has the forward of microbatch {i}"
+                if kind == "F":
+                    why = f"{microbatches} microbatches pass stages 0 to {max(placement)}"
+                raise ScheduleError(f"{stage}{kind}{i} is missing: {why}")
     listed = lists_messages(where)
     needed_by = {part: needs(part, placement, where, listed) for part in where}
     for part, (rank, position) in where.items():
-        for before in needed_by[part]:
+        other_side = [partner(part)] if part.kind in COMMUNICATION else []
+        for before in (*needed_by[part], *other_side):
             if before not in where:
                 raise ScheduleError(f"rank {rank}: {part} needs {before}, which is missing")
             if where[before][0] == rank and where[before][1] >= position:
                 raise ScheduleError(
                     f"rank {rank}: {part} comes too early: it needs {before}, which comes later"
                 )
-    for part, (rank, _) in where.items():
-        if part.kind in COMMUNICATION and partner(part) not in where:
-            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
     return where, needed_by

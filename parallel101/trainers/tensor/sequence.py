@@ -14,59 +14,25 @@ whole model's list of modules, so it is the same for any pipeline stage. Source:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
 from parallel101.trainers.tensor.plan import Chain, Style
 from parallel101.trainers.tensor.tensor_group import TensorGroup
 
-
-@dataclass
-class TimeCuts:
-    """The places where time is cut, by names of modules.
-
-    Attributes:
-        cut_time: layers of the plan whose activations outside are cut along time.
-        partial: parameters that see some positions only.
-        cut_before, join_after: modules at whose entry time is cut, or at whose exit it is joined.
-        keep_after: modules around an embedding that is cut by vocabulary, at whose exit each rank
-            keeps its times. The code around the embedding works on all times.
-        arrivals: module that gets cut activations → the module before it, maybe on another pipeline
-            stage.
-    """
-
-    cut_time: set[str] = field(default_factory=set)
-    partial: set[str] = field(default_factory=set)
-    cut_before: set[str] = field(default_factory=set)
-    join_after: set[str] = field(default_factory=set)
-    keep_after: set[str] = field(default_factory=set)
-    arrivals: dict[str, str] = field(default_factory=dict)
-
-    def connect(self, model: nn.Module, tp: TensorGroup, here: Collection[str]) -> None:
-        """Let the modules of this rank cut and join at their entries and exits."""
-
-        modules = {name: module for name, module in model.named_modules() if name in here}
-        for name, module in modules.items():
-            if name in self.arrivals and self.arrivals[name] not in here:
-                module.register_forward_pre_hook(lambda _, args: tp.arrive(args[0]))
-            if name in self.cut_before:
-                module.register_forward_pre_hook(lambda _, args: (tp.cut(args[0]), *args[1:]))
-            if name in self.keep_after:
-                for below in self.cut_time & modules.keys():
-                    if below.startswith(f"{name}."):  # its cut embedding
-                        modules[below].register_forward_hook(lambda _, args, y: tp.among_zeros(y))
-                module.register_forward_hook(lambda _, args, y: tp.local(y))
-            if name in self.join_after:
-                module.register_forward_hook(lambda _, args, y: tp.whole(y))
+Connect = Callable[[TensorGroup, Collection[str]], None]
 
 
-def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]) -> TimeCuts:
+def cut_in_time(
+    model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
+) -> tuple[set[str], set[str], Connect]:
     """Follow the activations through the model. They are "whole", "cut" along time, or between
     column and row cut along "features".
 
-    Raises ValueError for a model that cannot be cut so.
+    Returns the layers of the plan whose activations outside are cut along time, the parameters that
+    see some positions only, and a function that lets the modules of this rank (their names) cut and
+    join at their entries and exits. Raises ValueError for a model that cannot be cut so.
     """
     if chain is None:
         raise ValueError(
@@ -78,7 +44,14 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
     inside = [[n for n in styles if name and f"{n}.".startswith(f"{name}.")] for name, _ in chain]
     tables = {n for n in styles if isinstance(model.get_submodule(n), nn.Embedding)}
     last = max((i for i, names in enumerate(inside) if set(names) - tables), default=-1)
-    cuts, state, previous = TimeCuts(), "whole", ""
+    state, previous = "whole", ""
+    cut_time, partial = set[str](), set[str]()
+    cut_before, join_after = set[str](), set[str]()  # at whose entry or exit
+    # modules around an embedding that is cut by vocabulary: each rank keeps its times at their
+    # exit, since the code around the embedding works on all times
+    keep_after = set[str]()
+    # module that gets cut activations → the module before it, maybe on another pipeline stage
+    arrivals: dict[str, str] = {}
 
     def parameters(module: nn.Module) -> set[str]:
         return {names_of[id(p)] for p in module.parameters()}
@@ -89,16 +62,16 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
         """
         cut = [model.get_submodule(n) for n in names]
         whole = [layer.bias for n, layer in zip(names, cut) if styles[n].name == "row"]
-        cuts.partial.update(parameters(module).difference(*map(parameters, cut)))
-        cuts.partial.update(names_of[id(bias)] for bias in whole if bias is not None)
-        cuts.cut_time.update(names)
+        partial.update(parameters(module).difference(*map(parameters, cut)))
+        partial.update(names_of[id(bias)] for bias in whole if bias is not None)
+        cut_time.update(names)
 
     for i, ((name, module), names) in enumerate(zip(chain, inside)):
         if name and previous and state == "cut":
-            cuts.arrivals[name] = previous
+            arrivals[name] = previous
         previous = name or previous
         if not names:  # no cut layers inside
-            cuts.partial |= parameters(module) if state == "cut" else set()
+            partial |= parameters(module) if state == "cut" else set()
         elif tables & set(names):
             if state != "whole" or not tables.issuperset(names):
                 raise ValueError(
@@ -107,7 +80,7 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
                 )
             if i < last:
                 note_partial(names, module)
-                cuts.keep_after |= {name} - set(names)
+                keep_after |= {name} - set(names)
                 state = "cut"
         elif names == [name]:  # a linear layer
             style = styles[name].name
@@ -119,7 +92,23 @@ def time_cuts(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]
                 state = "whole" if style == "column_gather" else "features"
         else:  # column and row layers, and code that only this module knows
             note_partial(names, module)
-            cuts.cut_before |= {name} if state == "whole" else set()
-            cuts.join_after |= {name} if i == last else set()
+            cut_before |= {name} if state == "whole" else set()
+            join_after |= {name} if i == last else set()
             state = "whole" if i == last else "cut"
-    return cuts
+
+    def connect(tp: TensorGroup, here: Collection[str]) -> None:
+        modules = {name: module for name, module in model.named_modules() if name in here}
+        for name, module in modules.items():
+            if name in arrivals and arrivals[name] not in here:
+                module.register_forward_pre_hook(lambda _, args: tp.arrive(args[0]))
+            if name in cut_before:
+                module.register_forward_pre_hook(lambda _, args: (tp.cut(args[0]), *args[1:]))
+            if name in keep_after:
+                for below in cut_time & modules.keys():
+                    if below.startswith(f"{name}."):  # its cut embedding
+                        modules[below].register_forward_hook(lambda _, args, y: tp.among_zeros(y))
+                module.register_forward_hook(lambda _, args, y: tp.local(y))
+            if name in join_after:
+                module.register_forward_hook(lambda _, args, y: tp.whole(y))
+
+    return cut_time, partial, connect

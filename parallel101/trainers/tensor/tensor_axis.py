@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from types import MethodType
 from typing import Any
 
@@ -31,7 +32,7 @@ from parallel101.trainers.tensor.plan import (
     match,
     whole_number,
 )
-from parallel101.trainers.tensor.sequence import TimeCuts, time_cuts
+from parallel101.trainers.tensor.sequence import Connect, cut_in_time
 from parallel101.trainers.tensor.tensor_group import TensorGroup
 from parallel101.trainers.tensor_parallel import (
     column_linear,
@@ -53,7 +54,8 @@ class TensorAxis(Axis):
 
     Attributes:
         styles: name of a module → its style.
-        time_cuts: where sequence parallel cuts activations.
+        in_time: layers whose activations outside sequence parallel cuts along time.
+        partial: parameters that see some positions only.
 
     Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
     that does not fit.
@@ -61,6 +63,7 @@ class TensorAxis(Axis):
 
     name = "tp"
     placements: dict[str, Shard]
+    connect: Connect
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, axes: Axes, options: Options
@@ -107,8 +110,9 @@ class TensorAxis(Axis):
                         'an embedding and a head that are both "vocabulary"'
                     )
         self.placements = {name: cut for name, cut in first_cuts.values() if cut is not None}
-        in_time = options.sequence_parallel
-        self.time_cuts = time_cuts(model, chain, self.styles) if in_time else TimeCuts()
+        self.in_time, self.partial, self.connect = set[str](), set[str](), lambda tp, here: None
+        if options.sequence_parallel:
+            self.in_time, self.partial, self.connect = cut_in_time(model, chain, self.styles)
 
     def describe(self) -> Iterator[str]:
         """Yield a line for each way of cutting modules: "blocks.*.mlp.up (4 modules): column"."""
@@ -121,8 +125,8 @@ class TensorAxis(Axis):
 
     def sums(self, names: Sequence[str]) -> Iterator[tuple[list[str], Group]]:
         """Yield the parameters that see some positions only: each rank's gradient is a part."""
-        if partial := [name for name in names if name in self.time_cuts.partial]:
-            yield partial, self.axes.along(["tp"])
+        if partly := [name for name in names if name in self.partial]:
+            yield partly, self.axes.along(["tp"])
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
         """Leave this rank's blocks of the modules' parameters, and let the modules compute with
@@ -132,11 +136,8 @@ class TensorAxis(Axis):
         options = group, self.options.algorithm or "direct", self.options.overlap
         tp, tp_in_time = TensorGroup(*options), TensorGroup(*options, True, self.options.regather)
         named = list(model.named_modules(remove_duplicate=False))
-        here = {
-            name: module
-            for name, module in named
-            if any(not entry or f"{name}.".startswith(f"{entry}.") for entry in local)
-        }
+        inside = tuple(f"{entry}." for entry in local)
+        here = {n: m for n, m in named if "" in local or f"{n}.".startswith(inside)}
         uses = Counter(id(p) for module in here.values() for p in module._parameters.values())
         names = first_names(model)
         name_of = {id(p): name for name, p in model.named_parameters()}
@@ -157,7 +158,7 @@ class TensorAxis(Axis):
                 continue
             if isinstance(style.heads, str):
                 counts.add((model.get_submodule(name.rpartition(".")[0]), style.heads))
-            group_here = tp_in_time if first in self.time_cuts.cut_time else tp
+            group_here = tp_in_time if first in self.in_time else tp
             sizes, single = self.shards[first].sizes, uses[id(module.weight)] == 1
             if isinstance(module, nn.Embedding):
                 start = sum(sizes[:position])
@@ -172,15 +173,11 @@ class TensorAxis(Axis):
             module.forward = MethodType(forward, module)
         for module, attribute in counts:
             setattr(module, attribute, getattr(module, attribute) // tp.size)
-        self.time_cuts.connect(model, tp_in_time, here)
-
-        def forget(*_: Any) -> None:
-            tp.forget()
-            tp_in_time.forget()
+        self.connect(tp_in_time, here)
 
         # no column layer outside of a module of the sequence takes what layers inside share
-        for module in map(model.get_submodule, local):
-            module.register_forward_hook(forget)
+        for module, group_here in product(map(model.get_submodule, local), (tp, tp_in_time)):
+            module.register_forward_hook(lambda *_, group=group_here: group.forget())
 
 
 # ── how they are cut ──
