@@ -49,10 +49,10 @@ class Action(NamedTuple):
             return cls(-1, OVERLAP, -1, parts)
         match = ACTION.fullmatch(text) if is_text else None
         if match is None:
-            raise ScheduleError(
-                f"action {text!r}: expected a text of a stage, one of "
-                f"{', '.join(COMPUTE + COMMUNICATION)}, and a microbatch: '0F3'"
-            )
+            kinds = ", ".join(COMPUTE + COMMUNICATION)
+            parts = f"a stage, one of {kinds}, and a microbatch: '0F3'"
+            expected = parts if is_text else "a text such as '0F3'"
+            raise ScheduleError(f"action {text!r}: expected {expected}")
         return cls(int(match[1]), match[2], int(match[3]))
 
     def __str__(self) -> str:

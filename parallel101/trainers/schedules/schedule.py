@@ -365,7 +365,9 @@ def checked(schedule: Schedule) -> tuple[Places, dict[Action, list[Action]]]:
                 raise ScheduleError(f"{stage}{kind}{i} is missing: {why}")
     listed = lists_messages(where)
     needed_by = {part: needs(part, placement, where, listed) for part in where}
-    for part, (rank, position) in where.items():
+    computed_first = sorted(where, key=lambda part: part.kind in COMMUNICATION)
+    for part in computed_first:
+        rank, position = where[part]
         other_side = [partner(part)] if part.kind in COMMUNICATION else []
         for before in (*needed_by[part], *other_side):
             if before not in where:
