@@ -164,10 +164,8 @@ class DataAxis(Axis):
         ]
         if self.zero:
             pieces = {name: p for _, sync in self.syncs for name, p in sync.placements.items()}
-            self.placements = {
-                name: pieces.get(name, Pieces(0, 0))._replace(axes=over[name])
-                for name in self.trained
-            }
+            pieces = dict.fromkeys(self.trained, Pieces(0, 0)) | pieces
+            self.placements = {n: piece._replace(axes=over[n]) for n, piece in pieces.items()}
 
     def sync_of(
         self, parameters: Parameters, group: Group | None, parts: Sequence[nn.Module]

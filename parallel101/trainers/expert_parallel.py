@@ -155,8 +155,8 @@ class ExpertsAxis(Axis):
                 f"the mesh has an axis ep, but {type(model).__name__} has no module named "
                 '"experts": expected one, or a plan such as {"*.mlp.experts": "experts"}'
             )
-        chosen = [name for name in named if name in matched]
-        chosen = [name for name in chosen if not any(name.startswith(f"{n}.") for n in chosen)]
+        inside = tuple(f"{name}." for name in matched)  # of another one
+        chosen = [name for name in named if name in matched and not name.startswith(inside)]
         self.sizes, self.placements = {}, {}
         for name in chosen:
             counts = {p.shape[0] if p.dim() else 0 for p in named[name].parameters()}

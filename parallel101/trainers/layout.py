@@ -55,10 +55,9 @@ class Shard(NamedTuple):
 
     def cut(self, whole: Tensor, position: int) -> Tensor:
         of_part = [size // self.parts for size in self.sizes]
-        segments = [
-            part.narrow(self.dim, sum(of_part[:position]), of_part[position])
-            for part in whole.chunk(self.parts, self.dim)
-        ]
+        start, size = sum(of_part[:position]), of_part[position]
+        parts = whole.chunk(self.parts, self.dim)
+        segments = [part.narrow(self.dim, start, size) for part in parts]
         return segments[0] if self.parts == 1 else torch.cat(segments, self.dim)
 
 

@@ -104,10 +104,10 @@ def describe(trainer: Trainer) -> Holdings:
     how += "; it updates master weights" * trainer.precision.master
     notes = [*trainer.notes, *trainer.layout.describe(), f"{len(owned)} gradients, {how}"]
     # dp cuts what its ZeRO stage says, and everything else is the same along it
-    parts, of = {}, {"weights": trainer.layout.entries}
+    parts, names_of = {}, {"weights": trainer.layout.entries}
     cut_from = {"weights": 3, "gradients": 2, "optimizer state": 1, "master weights": 1}
     for kind in filter(counts.__contains__, cut_from):
-        names, in_pieces = of.get(kind, trainer.trained), zero_stage >= cut_from[kind]
+        names, in_pieces = names_of.get(kind, trainer.trained), zero_stage >= cut_from[kind]
         parts[kind] = parts_held(trainer.layout, names, counts[kind], in_pieces)
     return Holdings(title, ranks, counts, notes, parts)
 
@@ -239,9 +239,9 @@ class Count:
         self.seen.add(storage)
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
             return  # gathered during the step
-        found, nbytes = self.activations, storage.nbytes()
-        number, phase, dtype = len(found.kept), found.phases[self.phase], str(t.dtype)[6:]
-        found.kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
+        kept, nbytes = self.activations.kept, storage.nbytes()
+        number, phase, dtype = len(kept), self.activations.phases[self.phase], str(t.dtype)[6:]
+        kept.append(Kept(nbytes, self.modules[-1], phase, dtype, tuple(t.shape)))
         self.refs.append(weakref.ref(storage, lambda _: self.change(number, False, -nbytes)))
         self.change(number, True, nbytes)
 

@@ -97,11 +97,8 @@ class Options:
         """
         of_pipelines = ("schedule", "microbatches", "chunks", "layers_per_stage")
         axis_of = {"sequence_parallel": "tp", "context": "cp"} | dict.fromkeys(of_pipelines, "pp")
-        asked = [
-            (name, getattr(self, name), axis)
-            for name, axis in axis_of.items()
-            if getattr(self, name) != getattr(Options, name)
-        ]
+        asked = [(name, getattr(self, name), axis) for name, axis in axis_of.items()]
+        asked = [one for one in asked if one[1] != getattr(Options, one[0])]
         for plan, axis in ((self.tensor_plan, "tp"), (self.experts_plan or None, "ep")):
             asked += [("plan", plan, axis)] * (plan not in (None, "auto"))
         for name, value, axis in asked:

@@ -143,11 +143,8 @@ class ShardedOptimizer:
         for group, now in zip(groups, self.optimizer.param_groups):
             group["params"] = [order.index(n) for n in group.pop("names") if n in self.owned]
             group |= {key: value for key, value in now.items() if key not in group}
-        state = {
-            number: self.cut(name, saved["state"][name])
-            for number, name in enumerate(order)
-            if name in saved["state"]
-        }
+        states = [(number, name) for number, name in enumerate(order) if name in saved["state"]]
+        state = {number: self.cut(name, saved["state"][name]) for number, name in states}
         return {"state": state, "param_groups": groups}
 
 

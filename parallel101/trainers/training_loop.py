@@ -130,11 +130,9 @@ def fit(
                 break
             began = time.perf_counter()
             inputs, targets = inputs_and_targets(trainer, batch)
-            trainer.agree.check_same(
-                ((f"tensor {i}", t) for i, t in enumerate(tensors_of((inputs, targets)))),
-                f"the ranks gave fit a different batch in step {trainer.steps}",
-                SAME_BATCH,
-            )
+            named = [(f"tensor {i}", t) for i, t in enumerate(tensors_of((inputs, targets)))]
+            differ = f"the ranks gave fit a different batch in step {trainer.steps}"
+            trainer.agree.check_same(named, differ, SAME_BATCH)
             loss = take_step(trainer, *share(trainer, (inputs, targets)))
             seconds, tokens = time.perf_counter() - began, tensors_of(inputs)[0]
             text = not tokens.is_floating_point() and tokens.dim() >= 2  # whole numbers in rows

@@ -62,6 +62,14 @@ def on_ranks(n: int, program: Callable[..., Any], *args: Any, **options: Any) ->
     return p101.launch(program, *args, world_size=n, backend="sim", **options).results
 
 
+def sends_in(trace: p101.Trace, name: str) -> list[list[Any]]:
+    """The sends in spans of this name, by rank."""
+    spans = {span.rank: span for span in trace.spans(name)}
+    sends = [e for e in trace.events if e.kind == "send"]
+    inside = [e for e in sends if spans[e.rank].start <= e.posted <= spans[e.rank].end]
+    return [[e for e in inside if e.rank == rank] for rank in range(trace.world_size)]
+
+
 DATA: dict[str, dict[str, Any]] = {  # the ways of the axis dp
     "naive": {"overlap": False, "bucket_bytes": 0},
     "bucketed": {"overlap": False, "bucket_bytes": 200},

@@ -19,7 +19,7 @@ import parallel101 as p101
 from parallel101.cost import AttentionShape, ring_attention_bytes, ulysses_bytes
 from parallel101.trainers.context.time_layout import local_positions, time_sizes, visible
 from tests.collectives.cases import on_backends
-from tests.trainers.cases import on_ranks, raised
+from tests.trainers.cases import on_ranks, raised, sends_in
 
 LAYOUTS = ("contiguous", "zigzag")
 ATTENTIONS = {"ring": p101.ring_attention, "ulysses": p101.ulysses_attention}
@@ -186,14 +186,8 @@ def sent(n, *steps):
     """Of each step, the sends of forward and of backward, by rank."""
     where = {"world_size": n, "network": p101.Network(latency=1.0), **SIM}
     trace = p101.launch(passes, steps, **where).trace
-    sends = [e for e in trace.events if e.kind == "send"]
-
-    def inside(name):
-        spans = {span.rank: span for span in trace.spans(name)}
-        within = [e for e in sends if spans[e.rank].start <= e.posted <= spans[e.rank].end]
-        return [[e for e in within if e.rank == rank] for rank in range(n)]
-
-    return [(inside(f"forward {i}"), inside(f"backward {i}")) for i in range(len(steps))]
+    names = [(f"forward {i}", f"backward {i}") for i in range(len(steps))]
+    return [[sends_in(trace, name) for name in of_step] for of_step in names]
 
 
 @pytest.mark.parametrize(("n", "heads", "kv_heads"), [(1, 2, 2), (2, 2, 2), (4, 4, 4), (4, 16, 4)])

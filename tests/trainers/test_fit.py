@@ -10,13 +10,18 @@ import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, on_ranks, randn, text
+from tests.trainers.cases import (
+    CLOSE,
+    OPTIMIZERS,
+    TRAINERS,
+    gpt,
+    next_token_loss,
+    on_ranks,
+    randn,
+    text,
+)
 
 STEPS = 8
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def batch(step):
@@ -26,7 +31,7 @@ def batch(step):
 
 def build():
     model = MLP([4, 8, 4], dtype=torch.float64)
-    return TRAINERS["overlapped"](model, F.mse_loss, adamw, clip_norm=0.5)
+    return TRAINERS["overlapped"](model, F.mse_loss, OPTIMIZERS["adamw"], clip_norm=0.5)
 
 
 def evaluate():
@@ -68,7 +73,7 @@ def test_history_tells_and_plots(capsys):
     assert trainer.fit(map(batch, [3]), progress=False) is history
     assert len(history) == 4
     assert "3/3" not in capsys.readouterr().err
-    of_text = TRAINERS["naive"](gpt(), next_token_loss, adamw)
+    of_text = TRAINERS["naive"](gpt(), next_token_loss, OPTIMIZERS["adamw"])
     assert "tokens/s" in repr(of_text.fit([text(0)], progress=False))
 
 

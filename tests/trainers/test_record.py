@@ -24,6 +24,7 @@ from tests.trainers.cases import (
     randn,
     rows,
     seeded,
+    sends_in,
     sgd,
     sizes_of,
     text,
@@ -43,14 +44,6 @@ def second_step(mesh, build, loss_fn, batch, options):
         p101.barrier()
         with p101.span(name):
             trainer.step(*share)
-
-
-def sends_in(trace, name):
-    """The sends in spans of this name, by rank."""
-    spans = {span.rank: span for span in trace.spans(name)}
-    sends = [e for e in trace.events if e.kind == "send"]
-    inside = [e for e in sends if spans[e.rank].start <= e.posted <= spans[e.rank].end]
-    return [[e for e in inside if e.rank == rank] for rank in range(trace.world_size)]
 
 
 def bytes_by_axis(mesh, build, loss_fn, batch, options=None, **where):

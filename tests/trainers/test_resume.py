@@ -18,6 +18,7 @@ import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
 from tests.trainers.cases import (
+    OPTIMIZERS,
     TASKS,
     TRAINERS,
     Task,
@@ -163,11 +164,7 @@ def test_a_group_without_parameters_and_a_rank_without_weights(tmp_path):
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def build(kind="naive", optimizer=adamw, model=None):
+def build(kind="naive", optimizer=OPTIMIZERS["adamw"], model=None):
     model = MLP([4, 5, 4], dtype=torch.float64) if model is None else model
     return TRAINERS[kind](model, F.mse_loss, optimizer)
 

@@ -32,11 +32,6 @@ from parallel101.trainers.recompute import and_its_repetitions
 
 TIME = 1  # the dim of inputs and targets that is cut
 POSITIONS = ("positions", "position_ids")  # how a model's forward may call them
-WAYS = {
-    "zigzag": (ring_attention, "zigzag"),
-    "contiguous": (ring_attention, "contiguous"),
-    "ulysses": (ulysses_attention, "contiguous"),
-}
 
 
 class ContextAxis(Axis):
@@ -51,7 +46,8 @@ class ContextAxis(Axis):
 
     def __init__(self, model: nn.Module, stages: OneStage, axes: Axes, options: Options):
         self.group, self.position, self.way = axes.along(["cp"]), axes.here["cp"], options.context
-        self.attention, self.layout = WAYS[self.way]
+        self.attention = ulysses_attention if self.way == "ulysses" else ring_attention
+        self.layout = "zigzag" if self.way == "zigzag" else "contiguous"
         self.signature = signature_of(stages.sequence[0])
         self.name_of_positions = positions_in(self.signature)
         self.sizes: list[int] = []  # of the ranks' parts of the time, in this step

@@ -78,10 +78,8 @@ class Messages:
         # what the shape of a microbatch's messages depends on
         self.shapes = [(count_samples(x), number_of_shape(x)) for x in microbatches]
         now = {action for action in actions if self.shapes[action.microbatch][0]}
-        self.expected = {
-            source: deque(action for action in receives if action in now)
-            for source, receives in self.incoming.items()
-        }
+        incoming = self.incoming.items()
+        self.expected = {rank: deque(filter(now.__contains__, them)) for rank, them in incoming}
         self.arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
         self.sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
 

@@ -50,8 +50,8 @@ class Action(NamedTuple):
         match = ACTION.fullmatch(text) if is_text else None
         if match is None:
             kinds = ", ".join(COMPUTE + COMMUNICATION)
-            parts = f"a stage, one of {kinds}, and a microbatch: '0F3'"
-            expected = parts if is_text else "a text such as '0F3'"
+            grammar = f"a stage, one of {kinds}, and a microbatch: '0F3'"
+            expected = grammar if is_text else "a text such as '0F3'"
             raise ScheduleError(f"action {text!r}: expected {expected}")
         return cls(int(match[1]), match[2], int(match[3]))
 

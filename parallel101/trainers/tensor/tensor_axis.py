@@ -77,10 +77,8 @@ class TensorAxis(Axis):
             styles = match(plan or {}, model)
         modules = dict(model.named_modules())
         self.styles = {name: styles[name] for name in modules if name in styles}
-        self.shards = {
-            name: shard_of(name, modules, style, axes.sizes["tp"])
-            for name, style in self.styles.items()
-        }
+        size, named = axes.sizes["tp"], self.styles.items()
+        self.shards = {name: shard_of(name, modules, style, size) for name, style in named}
         of_vocabulary = [name for name, style in self.styles.items() if style.name == "vocabulary"]
         heads = [name for name in of_vocabulary if isinstance(modules[name], nn.Linear)]
         self.cuts_logits = bool(heads)
