@@ -80,20 +80,17 @@ Share = tuple[Batch, Batch]
 SHAPES = re.compile("shape|size|matrix|unpack|unflatten", re.IGNORECASE)
 
 
-def compare(
-    trainer: Trainer, whole: WholeModel | None, batch: Share, steps: int, room: float = math.inf
-) -> Report:
+def compare(trainer: Trainer, batch: Share, room: float = math.inf) -> Report:
     """Compare a layout with one process, and put everything back. Collective.
 
     Args:
-        whole: the model before it was cut, on the first rank.
         batch: this rank's share.
         room: for activations on the first rank, in bytes.
 
     Raises NotEqualError, on every rank.
     """
-    snapshot = Snapshot(trainer, whole)
-    one = None if whole is None else OneProcess(trainer, whole, snapshot, steps, room)
+    snapshot, whole = Snapshot(trainer), trainer.verification.whole
+    one = whole and OneProcess(trainer, whole, snapshot, room)
     try:
         report = compared(trainer, one, batch)
     finally:
@@ -125,8 +122,6 @@ def compared(trainer: Trainer, one: OneProcess | None, batch: Share) -> Report:
         return Report(**plan["instead"])
     place, shares = trainer.axes.place(SAMPLES), first_of(shares, plan["few"])
     sent = (of_first(agree, numbers) for numbers in (one.expected if one else itertools.repeat({})))
-    go_on_from(trainer, next(sent))
-    trainer.gradient_sync.publish()
     trainer.verification.checks = True  # so that outputs are kept
     try:
         steps_here = training(trainer, [shares[place]], [sorted_samples(shares)[place]], plan)
@@ -154,18 +149,15 @@ class OneProcess:
         trainer: the layout's.
         whole: its model.
         snapshot: to which this rank returns before it takes part in the layout.
-        steps, room: see `compare`.
+        room: see `compare`.
 
     Attributes:
         expected: weights that were moved at the start, and then what `training` yields.
         eps: the coarsest rounding.
     """
 
-    def __init__(
-        self, trainer: Trainer, whole: WholeModel, snapshot: Snapshot, steps: int, room: float
-    ):
-        self.trainer, self.whole, self.snapshot = trainer, whole, snapshot
-        self.steps, self.room = steps, room
+    def __init__(self, trainer: Trainer, whole: WholeModel, snapshot: Snapshot, room: float):
+        self.trainer, self.whole, self.snapshot, self.room = trainer, whole, snapshot, room
 
     @contextmanager
     def running(self, change: Callable[[Any], Any] = lambda values: values) -> Iterator[Any]:
@@ -208,11 +200,7 @@ class OneProcess:
         if lost := sorted(self.snapshot.lost):
             notes.append(f"verify has not put back what it can't: {', '.join(lost)}")
         with self.running() as alone:
-            needed, eps = kept_of_a_sample(alone, shares[0][0])
-        entries, precision = trainer.layout.entries, trainer.precision
-        dtypes = [entries[name].dtype for name in trainer.trained]
-        dtypes += filter(None, (precision.weights, precision.autocast))
-        self.eps = max(eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+            needed, self.eps = kept_of_a_sample(alone, shares[0][0])
         needed *= sum(map(count_samples, shares))
         if needed > room:
             few = trainer.runner.microbatches
@@ -225,23 +213,23 @@ class OneProcess:
         moved = without_zeros({name: start[name] for name in trainer.trained})
         start |= moved
         self.plan: dict[str, Any] = {
-            "steps": self.steps,
+            "steps": trainer.verification.steps,
             "samples": sum(map(count_samples, self.shares)),
             "few": few,
             "draws": True,  # random numbers, other than in nn.Dropout
-            "parts": OPTIONAL if trainer.layout.cut_axes else OPTIONAL[:2],
+            "parts": list(OPTIONAL if trainer.layout.cut_axes else OPTIONAL[:2]),
         }
         while True:
-            self.expected = [{("update", name, 0): t for name, t in moved.items()}]
             try:
                 with self.running() as alone:
-                    self.expected += map(copied, self.training(alone))
+                    self.expected = list(map(copied, self.training(alone)))
+                self.expected[0] = {("update", name, 0): t for name, t in moved.items()}
                 return {**self.plan, "note": "\n".join(notes)}
             except Exception as error:
                 if (part := self.plan["part"]) in self.plan["parts"]:
                     words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                     notes.append(f"{part} isn't compared: in one process it raises {words}")
-                    self.plan["parts"] = [other for other in self.plan["parts"] if other != part]
+                    self.plan["parts"].remove(part)
                     continue
                 if isinstance(error, FloatingPointError | NoTargets):
                     return {"instead": {"reason": f"in one process, {error}"}}
@@ -255,15 +243,13 @@ class OneProcess:
         far: dict[Key, float] = {}
         for *key, difference in itertools.chain(*of_ranks):
             far[tuple(key)] = max(difference, far.get(tuple(key), 0.0))
-        expected = self.expected[1:]
-        judged = partial(judge, far, expected, self.start, self.eps, self.plan["steps"])
+        judged = partial(judge, far, self.expected[1:], self.start, self.eps, self.plan["steps"])
         rows = judged({})
         if any(row.ratio > 1 and row.what != "update" for row in rows):
             change = partial(jittered, eps=self.eps)
             with self.running(change) as alone:
-                rows = judged(
-                    differences(alone, self.training(alone, change), map(change, expected))
-                )
+                steps = self.training(alone, change)
+                rows = judged(differences(alone, steps, map(change, self.expected)))
         return rows
 
 
@@ -273,16 +259,17 @@ class OneProcess:
 def training(
     trainer: Trainer, shares: Sequence[Share], resorted: Sequence[Share], plan: dict[str, Any]
 ) -> Iterator[dict[Key, Any]]:
-    """Take steps, and yield loss, norm, gradients and buffers; weights; and so on.
-
-    The caller may change gradients and weights meanwhile.
+    """Take steps, and yield nothing at the start; loss, norm, gradients and buffers; weights; and
+    so on. The caller may change gradients and weights meanwhile.
 
     Args:
         shares: of the batch, one after the other.
         resorted: of the second step.
         plan: as `OneProcess.train` returns it. Its "part" is what runs now.
     """
-    steps: int = plan["steps"]
+    steps, plan["part"] = plan["steps"], "the start"
+    yield {}
+    trainer.gradient_sync.publish()
     for group in trainer.optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR  # a warm-up may begin at 0, and every update would be right
@@ -390,10 +377,11 @@ def of_first(agree: Agreement, numbers: Numbers) -> Numbers:
     memory of all tensors.
     """
     kinds = [(*key, t if t is None else (str(t.dtype)[6:], *t.shape)) for key, t in numbers.items()]
-    told, received = agree.objects(kinds)[0], dict(numbers)
-    for *key, kind in () if numbers else told:
+    received = dict(numbers)
+    for *key, kind in agree.objects(kinds)[0]:
         dtype = kind and getattr(torch, kind[0])
-        received[tuple(key)] = kind and torch.empty(kind[1:], dtype=dtype, device=agree.device)
+        empty = kind and torch.empty(kind[1:], dtype=dtype, device=agree.device)
+        received.setdefault(tuple(key), empty)
     tensors = [t.reshape(-1).view(torch.uint8) for t in received.values() if t is not None]
     if tensors:
         data = broadcast(torch.cat(tensors).to(agree.device), 0, group=agree.group)
@@ -420,18 +408,21 @@ def sorted_samples(shares: list[Share]) -> list[Share]:
 
 
 def kept_of_a_sample(trainer: Trainer, inputs: Batch) -> tuple[float, float]:
-    """Return the bytes that one sample's forward keeps for backward, and their coarsest rounding: a
-    model may use autocast itself. Both are 0 if it can't run alone.
+    """Return the bytes that one sample's forward keeps for backward, 0 if it can't run alone, and
+    the coarsest rounding of these and the weights: a model may use autocast itself.
     """
-    nbytes, eps = dict[int, int](), [0.0]
+    parameters, nbytes = list(trainer.model.parameters()), dict[int, int]()
+    dtypes = {p.dtype for p in parameters if p.requires_grad}
+    dtypes.add(trainer.precision.autocast or torch.float64)
 
     def pack(t: Tensor) -> Tensor:  # which isn't kept: nobody would free its graph
         nbytes[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        eps.append(torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0)
+        dtypes.update([t.dtype] if t.is_floating_point() else [])
         return t
 
     sample = cast(map_tensors(lambda t: t[:1].clone(), inputs), trainer.precision.weights)
     with suppress(Exception), saved_tensors_hooks(pack, lambda t: t):
         call(trainer.model, sample)
-    weights = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
-    return float(sum(n for at, n in nbytes.items() if at not in weights)), max(eps)
+    for p in parameters:
+        nbytes.pop(p.untyped_storage()._cdata, None)
+    return float(sum(nbytes.values())), max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -6,14 +6,16 @@ loss_fn of some outputs   =   the weighted mean of loss_fn of two parts of them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from parallel101.trainers.batches import map_tensors, split, tensors_of
 from parallel101.trainers.losses import loss_and_weight
-from parallel101.trainers.options import LossFn
+from parallel101.trainers.options import Trainer
+from parallel101.trainers.verify.deterministic import deterministic
+from parallel101.trainers.verify.snapshot import Snapshot
 
 EXACT = 1e-9  # relative; rounding in float64 is less
 NO_MEAN = (
@@ -25,23 +27,17 @@ NO_MEAN = (
 
 
 @torch.no_grad()
-def problem_of_loss(
-    loss_fn: LossFn | None,
-    outputs: Any,
-    targets: Any,
-    bound: float,
-    restore: Callable[[], object],
-) -> str:
+def problem_of_loss(trainer: Trainer, outputs: Any, targets: Any) -> str:
     """Return what is wrong with cutting these outputs along the samples; "" if nothing is, or if
-    it can't be told.
-
-    Args:
-        bound: how much of the loss may be rounding, where loss_fn can't compute in float64.
-        restore: puts back what loss_fn has changed since it was called, such as a counter.
+    it can't be told. What loss_fn has changed, such as a counter, is put back after each call.
     """
+    loss_fn = trainer.loss_fn
     (samples, *others) = {len(t) if t.dim() else 0 for t in tensors_of(outputs)} or {0}
     if loss_fn is None or others or samples < 2:
         return ""
+    snapshot = Snapshot(loss_fn, skip=(trainer, trainer.model))
+    # where loss_fn can't compute in float64
+    bound = 16 * max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
 
     def mean_loss(y: Any, t: Any, sizes: Sequence[int]) -> float:
         """Return what a trainer computes from the losses of parts of these sizes; NaN if loss_fn
@@ -56,24 +52,28 @@ def problem_of_loss(
             except Exception:
                 return math.nan
             finally:
-                restore()
+                snapshot.restore()
             total += loss.item() * (size if weight is None else 1)
             weights += size if weight is None else weight
         return total / weights if weights else 0.0
 
     exactly = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (outputs, targets))
-    for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
-        whole, *of_parts = (mean_loss(y, t, sizes) for sizes in ([samples], *two_parts(samples)))
-        if not math.isnan(whole):
-            moved = map_tensors(lambda t: t.roll(1, 0), (y, t))
-            rolled = mean_loss(moved[0], moved[1], [samples])
-            known = [mean for mean in of_parts if not math.isnan(mean)]
-            equal = [
-                abs(whole - mean) <= most * max(abs(whole), abs(mean)) for mean in (rolled, *known)
-            ]
-            # if their order matters, samples may belong together, and stay so in one of these ways
-            right = all(equal) if equal[0] else any(equal) or not known
-            return "" if right else NO_MEAN.format(whole, known[equal[1:].index(False)])
+    with deterministic(trainer):
+        for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
+            whole, *of_parts = (
+                mean_loss(y, t, sizes) for sizes in ([samples], *two_parts(samples))
+            )
+            if not math.isnan(whole):
+                moved = map_tensors(lambda t: t.roll(1, 0), (y, t))
+                rolled = mean_loss(moved[0], moved[1], [samples])
+                known = [mean for mean in of_parts if not math.isnan(mean)]
+                equal = [
+                    abs(whole - mean) <= most * max(abs(whole), abs(mean))
+                    for mean in (rolled, *known)
+                ]
+                # if their order matters, samples may belong together, and stay so in one of these ways
+                right = all(equal) if equal[0] else any(equal) or not known
+                return "" if right else NO_MEAN.format(whole, known[equal[1:].index(False)])
     return ""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.options import Trainer
@@ -62,26 +63,22 @@ class Report:
             return f"not verified: {self.reason}"
         steps = sorted({row.step for row in self.rows})
         lines = [("largest differences", *(f"step {i}" for i in steps), "of the bound")]
-        names: dict[tuple[str, str], dict[int, Row]] = {}
-        for row in self.rows:
-            names.setdefault((row.what, row.name), {})[row.step] = row
-        worst = {key: max(row.ratio for row in of.values()) for key, of in names.items()}
-        ranked = sorted(names, key=lambda key: (-worst[key], key))
-        for what in KINDS:
-            of_kind = [key for key in ranked if key[0] == what]
-            for key in [key for key in of_kind if worst[key]][:SHOWN] or of_kind[:1]:
-                rows = names[key]
-                cells = (f"{rows[i].difference:.1e}" if i in rows else "" for i in steps)
-                share = "✗" if worst[key] > 1 else f"{worst[key]:.1%}"
-                lines.append((" ".join(key).strip(), *cells, share))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        table = [
-            "   ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-            for line in lines
-        ]
-        title = "equal to one process" if self.equal else "not equal to one process"
-        notes = [self.note] if self.note else []
-        return "\n".join([title, *(line.rstrip() for line in table), *notes])
+        table, shown = defaultdict[Any, dict[int, str]](dict), Counter[str]()
+        ranked = sorted(self.rows, key=lambda row: (KINDS.index(row.what), -row.ratio, row.name))
+        for row in ranked:
+            table[row.what, row.name][row.step] = f"{row.difference:.1e}"
+        for row in ranked:
+            cells = table.pop((row.what, row.name), None)  # a name's worst row comes first
+            if cells and shown[row.what] < (SHOWN if row.ratio else 1):
+                shown[row.what] += 1
+                share = "✗" if row.ratio > 1 else f"{row.ratio:.1%}"
+                name = f"{row.what} {row.name}".strip()
+                lines.append((name, *(cells.get(i, "") for i in steps), share))
+        (first, *widths) = (max(map(len, column)) for column in zip(*lines))
+        words = ["equal to one process" if self.equal else "not equal to one process"]
+        for name, *of_name in lines:
+            words.append("   ".join([name.ljust(first), *map(str.rjust, of_name, widths)]).rstrip())
+        return "\n".join([*words, self.note] if self.note else words)
 
     __repr__ = __str__
 
@@ -96,14 +93,13 @@ class NotEqualError(ValueError):
         self.report = report
 
     def __str__(self) -> str:
-        what = ""
-        for first in self.report.wrong[:1]:
-            name = f" of {first.name!r}" * bool(first.name)
-            others = len(self.report.wrong) - 1
-            what = (
-                f": the {first.what}{name} differs by {first.difference:.2g} in step {first.step}"
-                f"{f', and {others} other comparisons fail' * (others > 0)}"
-            )
+        what, wrong = "", self.report.wrong
+        if wrong:
+            name = f" of {wrong[0].name!r}" * bool(wrong[0].name)
+            what = f": the {wrong[0].what}{name} differs by {wrong[0].difference:.2g}"
+            what += f" in step {wrong[0].step}"
+        if len(wrong) > 1:
+            what += f", and {len(wrong) - 1} other comparisons fail"
         return (
             f"this layout does not compute what one process does{what}.\n{self.report.cause}\n"
             "No weight was changed. The error's .report is a table; verify=False trains without "

@@ -55,7 +55,6 @@ class Snapshot:
         self.lost: set[str] = set()
         self.undo = list[Callable[[], object]]()
         self.met: dict[int, Any] = {id(obj): obj for obj in skip}  # which keeps their ids
-        self.memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         for generator in global_generators():
             self.generator(generator)
         waiting = list(roots)
@@ -73,8 +72,6 @@ class Snapshot:
         with torch.no_grad():
             for put_back in self.undo:
                 put_back()
-            for storage, copy in self.memory.values():
-                storage.copy_(copy)
 
     # ── by kind: remember how to put it back; the result is what it refers to ──
 
@@ -104,8 +101,9 @@ class Snapshot:
         gradient, hooks = (t.grad, t._backward_hooks) if leaf else (None, None)
         self.undo.append(partial(put_back_tensor, t, data, t.requires_grad, gradient, hooks))
         storage = data.untyped_storage()
-        if not t.is_meta and storage.nbytes() and storage._cdata not in self.memory:
-            self.memory[storage._cdata] = storage, storage.clone()
+        if not t.is_meta and storage.nbytes() and storage._cdata not in self.met:
+            self.met[storage._cdata] = storage
+            self.undo.append(partial(storage.copy_, storage.clone()))
         yield from (t.__dict__, gradient, hooks)
 
     def generator(self, obj: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel101.trainers.batches import map_tensors
-from parallel101.trainers.verify.report import KINDS, Row
+from parallel101.trainers.verify.report import Row
 
 TERMS, SAFETY = 1000, 4
 NOISE = 16  # how much larger a difference may be than rounding that is measured
@@ -65,7 +65,7 @@ def judge(
                 most = 0.0
             far = differences.get(key, 0.0)
             rows.append(Row(*key, far, far / most if most else math.inf if far else 0.0))
-    return sorted(rows, key=lambda row: KINDS.index(row.what))
+    return rows
 
 
 def of_modules(sizes: Mapping[Key, float]) -> dict[Key, float]:
@@ -81,8 +81,7 @@ def largest(t: Tensor | None) -> float:
     """Return the largest absolute value; infinity if one is not a number."""
     if t is None or not t.numel():
         return 0.0
-    size = float(t.detach().abs().max())
-    return math.inf if math.isnan(size) else size
+    return float(t.detach().abs().max().nan_to_num(math.inf, math.inf))
 
 
 def distance(a: Tensor | None, b: Tensor | None) -> float:

@@ -24,11 +24,9 @@ from parallel101.trainers.losses import Losses, check_shares
 from parallel101.trainers.memory import readable
 from parallel101.trainers.options import Options, Trainer
 from parallel101.trainers.verify.compare import compare
-from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import problem_of_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import OF_KERAS, NotEqualError, Report
-from parallel101.trainers.verify.snapshot import Snapshot
 
 # of the first rank, for all that it holds at once; None: half of what is free
 MOST_BYTES: int | None = None
@@ -76,13 +74,11 @@ class Verification:
         if self.due:
             with unrecorded():
                 note, room = self.room(trainer)
-                if not note:
-                    report = compare(trainer, self.whole, (inputs, targets), self.steps, room)
-                    if report.reason:
-                        return  # the step itself will say it
-                    note = report.note
-            if note and trainer.position == 0:
-                print(note, flush=True)
+                report = Report(note=note) if note else compare(trainer, (inputs, targets), room)
+            if report.reason:
+                return  # the step itself will say it
+            if report.note and trainer.position == 0:
+                print(report.note, flush=True)
             self.settle()
         self.checks = self.comparable and step & (step - 1) == 0
 
@@ -106,14 +102,8 @@ class Verification:
         """Return why the loss of the outputs that a rank has kept is no mean, the same on every
         rank; "" if it is one.
         """
-        kept, words = self.losses and self.losses.kept, ""
-        self.losses = None
-        if kept:
-            snapshot = Snapshot(trainer.loss_fn, skip=(trainer, trainer.model))
-            eps = max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
-            with deterministic(trainer):
-                words = problem_of_loss(trainer.loss_fn, *kept, 16 * eps, snapshot.restore)
-            snapshot.restore()
+        kept, self.losses = self.losses and self.losses.kept, None
+        words = problem_of_loss(trainer, *kept) if kept else ""
         return next(filter(None, trainer.agree.objects(words)), "")
 
     # ── the comparison ──
@@ -129,7 +119,7 @@ class Verification:
             return Report(reason=OF_KERAS)
         with unrecorded():
             check_shares(trainer, inputs, targets)
-            report = compare(trainer, self.whole, (inputs, targets), self.steps)
+            report = compare(trainer, (inputs, targets))
         if report.equal:
             self.settle()
         return report
