@@ -14,7 +14,6 @@ import torch
 from parallel101.trainers.batches import map_tensors, split, tensors_of
 from parallel101.trainers.losses import loss_and_weight
 from parallel101.trainers.options import Trainer
-from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.snapshot import Snapshot
 
 EXACT = 1e-9  # relative; rounding in float64 is less
@@ -58,22 +57,16 @@ def problem_of_loss(trainer: Trainer, outputs: Any, targets: Any) -> str:
         return total / weights if weights else 0.0
 
     exactly = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (outputs, targets))
-    with deterministic(trainer):
-        for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
-            whole, *of_parts = (
-                mean_loss(y, t, sizes) for sizes in ([samples], *two_parts(samples))
-            )
-            if not math.isnan(whole):
-                moved = map_tensors(lambda t: t.roll(1, 0), (y, t))
-                rolled = mean_loss(moved[0], moved[1], [samples])
-                known = [mean for mean in of_parts if not math.isnan(mean)]
-                equal = [
-                    abs(whole - mean) <= most * max(abs(whole), abs(mean))
-                    for mean in (rolled, *known)
-                ]
-                # if their order matters, samples may belong together, and stay so in one of these ways
-                right = all(equal) if equal[0] else any(equal) or not known
-                return "" if right else NO_MEAN.format(whole, known[equal[1:].index(False)])
+    for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
+        whole, *means = (mean_loss(y, t, sizes) for sizes in ([samples], *two_parts(samples)))
+        if not math.isnan(whole):
+            moved = map_tensors(lambda t: t.roll(1, 0), (y, t))
+            rolled = mean_loss(moved[0], moved[1], [samples])
+            right = [math.isclose(whole, mean, rel_tol=most) for mean in (rolled, *means)]
+            wrong = [mean for mean, same in zip(means, right[1:]) if not (same or math.isnan(mean))]
+            # if their order matters, samples may belong together, and stay so in one of these ways
+            together = not right[0] and any(right)
+            return "" if together or not wrong else NO_MEAN.format(whole, wrong[0])
     return ""
 
 

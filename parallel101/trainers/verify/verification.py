@@ -24,6 +24,7 @@ from parallel101.trainers.losses import Losses, check_shares
 from parallel101.trainers.memory import readable
 from parallel101.trainers.options import Options, Trainer
 from parallel101.trainers.verify.compare import compare
+from parallel101.trainers.verify.deterministic import deterministic
 from parallel101.trainers.verify.halves import problem_of_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import OF_KERAS, NotEqualError, Report
@@ -103,7 +104,8 @@ class Verification:
         rank; "" if it is one.
         """
         kept, self.losses = self.losses and self.losses.kept, None
-        words = problem_of_loss(trainer, *kept) if kept else ""
+        with deterministic(trainer):
+            words = problem_of_loss(trainer, *kept) if kept else ""
         return next(filter(None, trainer.agree.objects(words)), "")
 
     # ── the comparison ──
