@@ -24,6 +24,7 @@ from parallel101.trainers.layout import Axes
 from parallel101.trainers.verify import verification
 from tests.trainers import test_verify_catalogue as elsewhere
 from tests.trainers.cases import OPTIMIZERS, gpt, randn, seeded, sizes_of, text, world_size
+from tests.trainers.test_resume import same
 
 LAYOUTS = {  # the mesh, and options
     "overlapped": ("dp 2", {"bucket_bytes": 500}),
@@ -95,23 +96,12 @@ class Changes(nn.Module):
         return x * factor + self.total + noise + random.random() + torch.rand(()).double()
 
 
-class Averaged(torch.optim.Adam):
-    """Keeps a moving average, a count and a scheduler on itself."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, lr=1e-2)
-        self.count, self.average = 0, {}
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self, lambda step: 0.9**step)
-
-    @torch.no_grad()
-    def step(self):
-        super().step()
-        self.count += 1
-        self.scheduler.step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.average[p] = p + 0.5 * self.average.get(p, torch.zeros_like(p))
-                p += 1e-3 * self.average[p] / self.count
+def own_with_a_scheduler(parameters):
+    """Keeps a count, velocities and a scheduler on itself."""
+    optimizer = elsewhere.Own(parameters)
+    optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    optimizer.register_step_post_hook(lambda *_: optimizer.scheduler.step())
+    return optimizer
 
 
 def three_losses(kind, verify):
@@ -123,7 +113,7 @@ def three_losses(kind, verify):
         nn.Sequential(nn.Linear(4, 6), Changes(), nn.ReLU(inplace=True), nn.Linear(6, 3))
     )
     loss_fn = loss_with_a_warm_up()
-    trainer = getattr(p101, kind)(model, loss_fn, Averaged, verify=verify)
+    trainer = getattr(p101, kind)(model, loss_fn, own_with_a_scheduler, verify=verify)
     batch = randn(0, 8, 4), randn(9, 8, 3)
     losses = [trainer.step(*trainer.share(batch)) for _ in range(5)]
     changes = next(m for m in model.modules() if isinstance(m, Changes))
@@ -181,11 +171,11 @@ def state_of(trainer):
     parameters = [*model.parameters(), *trainer.owned.values()]
     return {
         "weights": {name: t.clone() for name, t in trainer.state_dict().items()},
-        "here": [p.detach().clone() for p in parameters],
-        "gradients": [None if p.grad is None else p.grad.clone() for p in parameters],
+        "here": {i: p.detach().clone() for i, p in enumerate(parameters)},
+        "gradients": {i: p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None},
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "optimizer": copy.deepcopy(trainer.optimizer.state_dict()),
-        "random": [torch.get_rng_state(), random.getstate()],
+        "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
         "training": [m.training for m in model.modules()],
         "dropout": [getattr(m, "p", None) for m in model.modules()],
@@ -196,16 +186,6 @@ def state_of(trainer):
 
 def differing(before, after):
     return [key for key in before if not same(before[key], after[key])]
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def traces_of_verify(name):
@@ -285,21 +265,10 @@ def test_it_is_made_once_before_the_first_step(ranks, cases, expected):
     assert run.results == [expected] * ranks
 
 
-class Reads(nn.Module):
-    """Takes numbers from a generator of Python's, which nothing can put back."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = (1.0 for _ in range(99))
-
-    def forward(self, x):
-        return x * next(self.numbers)
-
-
 def reading():
-    model = seeded(nn.Sequential(nn.Linear(4, 3), Reads()))
-    trainer = p101.DataParallelTrainer(model, F.mse_loss, OPTIMIZERS["sgd"])
-    trainer.step(randn(0, 8, 4), randn(9, 8, 3))
+    numbers = (1.0 for _ in range(99))  # which nothing can put back
+    trainer = elsewhere.dp(elsewhere.chain(lambda x: x * next(numbers)))
+    trainer.step(*elsewhere.ROWS)
 
 
 def too_large(limit):

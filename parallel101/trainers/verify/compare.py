@@ -226,15 +226,16 @@ class OneProcess:
                 self.expected[0] = {("update", name, 0): t for name, t in moved.items()}
                 return {**self.plan, "note": "\n".join(notes)}
             except Exception as error:
-                if (part := self.plan["part"]) in self.plan["parts"]:
-                    words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                    notes.append(f"{part} isn't compared: in one process it raises {words}")
+                part, words = self.plan["part"], f"{type(error).__name__}: {error}"
+                if part in self.plan["parts"]:
+                    (first, *_) = words.splitlines()
+                    notes.append(f"{part} isn't compared: in one process it raises {first}")
                     self.plan["parts"].remove(part)
                     continue
                 if isinstance(error, FloatingPointError | NoTargets):
                     return {"instead": {"reason": f"in one process, {error}"}}
-                words = f"one process could not train on the whole batch ({type(error).__name__}"
-                return {"instead": {"cause": f"It can't be compared: {words}: {error})."}}
+                words = f"one process could not train on the whole batch ({words})"
+                return {"instead": {"cause": f"It can't be compared: {words}."}}
 
     def result(self, of_ranks: Sequence[Any]) -> list[Row]:
         """Return the largest of each difference over the ranks, beside its bound. If the bounds
@@ -276,7 +277,7 @@ def training(
     for step in range(1, steps + 1):
         plan["part"] = SORTED if step == 2 else "a step"
         scaled = step == steps > 1 and trainer.precision.weights != torch.float16
-        trainer.gradient_sync.scale = scale = SCALE if scaled else 1.0
+        trainer.gradient_sync.scale = SCALE if scaled else 1.0
         used = resorted if plan["part"] in plan["parts"] else shares
         # which may be changed in place
         inputs, targets = map_tensors(torch.clone, used[0] if len(used) == 1 else (*zip(*used),))
@@ -286,7 +287,7 @@ def training(
         gradients = {("gradient", name, step): p.grad for name, p in trainer.owned.items()}
         for g in gradients.values():
             if g is not None and scaled:
-                g /= scale
+                g /= SCALE
         numbers = {("loss", "", step): torch.tensor(loss, dtype=torch.float64), **gradients}
         if trainer.clip_norm is not None:
             numbers["norm", "", step] = gradient_norm(trainer)
@@ -295,7 +296,7 @@ def training(
                 numbers["buffer", name, step] = b
         yield numbers
         clip(trainer)
-        yield from updated(trainer, step)
+        yield from updated(trainer, step, [1.0])
     if EVALUATION in plan["parts"]:
         plan["part"] = EVALUATION
         with torch.no_grad(), evaluation_mode(trainer), deterministic(trainer, plan["draws"]):
@@ -314,9 +315,7 @@ def training(
                     numbers[key] += 2 * THOUSAND - 3 - int(now) % THOUSAND
 
 
-def updated(
-    trainer: Trainer, step: int, growth: Sequence[float] = (1.0,)
-) -> Iterator[dict[Key, Any]]:
+def updated(trainer: Trainer, step: int, growth: Sequence[float]) -> Iterator[dict[Key, Any]]:
     """Take steps of the optimizer, before each of which gradients grow by a factor, and yield the
     weights.
     """
