@@ -9,7 +9,6 @@ import random
 import re
 import sys
 from collections import UserDict
-from functools import partial
 from pathlib import Path
 from queue import Queue
 
@@ -271,8 +270,8 @@ def reading():
     trainer.step(*elsewhere.ROWS)
 
 
-def too_large(limit):
-    verification.MOST_BYTES = limit
+def too_large(free):
+    verification.free_bytes = lambda device: free  # of a process of its own
     trainer, batch = small(), (randn(0, 8, 4), randn(9, 8, 3))
     trainer.step(*batch)
     assert trainer.verify(*batch).equal
@@ -281,23 +280,17 @@ def too_large(limit):
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (reading, "verify has not put back what it can't: builtins.generator"),
+        ([reading], "verify has not put back what it can't: builtins.generator"),
         (
-            partial(too_large, 500),
+            [too_large, 1000],
             "not verified: a comparison with one process would take 1.68 kB on rank 0, more than",
         ),
-        (
-            partial(too_large, 1900),
-            "verified with 1 sample a rank only: all activations of one process would take",
-        ),
+        ([too_large, 3800], "verified with 1 sample a rank only: all activations of one process "),
     ],
     ids=["a generator", "not verified", "one sample"],
 )
 def test_what_is_not_compared_or_put_back_is_said_once(program, says, capsys):
-    try:
-        p101.launch(program, world_size=2, backend="sim")
-    finally:
-        verification.MOST_BYTES = None
+    p101.launch(*program, world_size=2, backend="sim")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "verif" in line]
     assert says in line
 

@@ -1,37 +1,47 @@
 """The times at which a trainer is compared with one process, and the later checks.
 
 before the first step              three steps, here and in one process       compare.py
-in the first, and 2, 4, 8, 16, …   is the loss a mean over samples?           halves.py
+in the first, and 2, 4, 8, 16, …   is the loss a mean over samples?
                                    are copies of the model still equal?
+
+A trainer computes the loss for parts of a batch, and takes their mean. So loss_fn of some outputs
+must be the weighted mean of loss_fn of two parts of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 
 from parallel101.spans import unrecorded
 from parallel101.trainers.agreement import Agreement, named_tensors
-from parallel101.trainers.batches import Batch
+from parallel101.trainers.batches import Batch, map_tensors, split, tensors_of
 from parallel101.trainers.layout import SAMPLES
-from parallel101.trainers.losses import Losses, check_shares
+from parallel101.trainers.losses import Losses, check_shares, loss_and_weight
 from parallel101.trainers.memory import readable
 from parallel101.trainers.options import Options, Trainer
 from parallel101.trainers.verify.compare import compare
 from parallel101.trainers.verify.deterministic import deterministic
-from parallel101.trainers.verify.halves import problem_of_loss
 from parallel101.trainers.verify.one_process import WholeModel
 from parallel101.trainers.verify.report import OF_KERAS, NotEqualError, Report
+from parallel101.trainers.verify.snapshot import Snapshot
 
-# of the first rank, for all that it holds at once; None: half of what is free
-MOST_BYTES: int | None = None
 STEPS = 3  # that verify=True compares
+EXACT = 1e-9  # relative; rounding in float64 is less
+NO_MEAN = (
+    "loss_fn isn't a mean over samples: of the same outputs it gives {:.6g}, and on average of two "
+    "parts of them {:.6g}. Return (sum of losses, their weight) from loss_fn, such as the number "
+    "of targets that count, and each is divided by the whole batch's weight. A loss that compares "
+    "samples with each other can't be cut along them."
+)
 
 
 class Verification:
@@ -105,7 +115,7 @@ class Verification:
         """
         kept, self.losses = self.losses and self.losses.kept, None
         with deterministic(trainer):
-            words = problem_of_loss(trainer, *kept) if kept else ""
+            words = not_a_mean(trainer, *kept) if kept else ""
         return next(filter(None, trainer.agree.objects(words)), "")
 
     # ── the comparison ──
@@ -149,8 +159,8 @@ class Verification:
         # A snapshot, whole weights, and copies of them; gradients and weights after each step;
         # weights after the optimizer's own; Adam's state.
         needed = 4 * sum(nbytes.values()) + (2 * self.steps + 4) * trained
-        free = free_bytes(trainer.device) / 2 if MOST_BYTES is None else MOST_BYTES
-        (limit, *_) = trainer.agree.numbers(free)[0]
+        # of the first rank, for all that it holds at once
+        (limit, *_) = trainer.agree.numbers(free_bytes(trainer.device) / 2)[0]
         if needed <= limit:
             return "", limit - needed
         return (
@@ -174,6 +184,64 @@ def compare_copies(trainer: Trainer) -> None:
         "shortens the rows that a rank's own samples use, or code between the steps",
     )
     trainer.agree.all_or_none("compare its copy of the model", check)
+
+
+@torch.no_grad()
+def not_a_mean(trainer: Trainer, outputs: Any, targets: Any) -> str:
+    """Return what is wrong with cutting these outputs along the samples; "" if nothing is, or if
+    it can't be told. What loss_fn has changed, such as a counter, is put back after each call.
+    """
+    loss_fn = trainer.loss_fn
+    (samples, *others) = {len(t) if t.dim() else 0 for t in tensors_of(outputs)} or {0}
+    if loss_fn is None or others or samples < 2:
+        return ""
+    snapshot = Snapshot(loss_fn, skip=(trainer, trainer.model))
+    # where loss_fn can't compute in float64
+    bound = 16 * max(torch.finfo(t.dtype).eps for t in trainer.model.parameters())
+
+    def mean_loss(y: Any, t: Any, sizes: Sequence[int]) -> float:
+        """Return what a trainer computes from the losses of parts of these sizes; NaN if loss_fn
+        can't compute some of them.
+        """
+        total, weights = 0.0, 0.0
+        # loss_fn may change them in place
+        ys, ts = (split(tree, sizes) for tree in map_tensors(torch.clone, (y, t)))
+        for of_part, size in zip(zip(ys, ts), sizes):
+            try:
+                loss, weight = loss_and_weight(loss_fn, *of_part)
+            except Exception:
+                return math.nan
+            finally:
+                snapshot.restore()
+            total += loss.item() * (size if weight is None else 1)
+            weights += size if weight is None else weight
+        return total / weights if weights else 0.0
+
+    exactly = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (outputs, targets))
+    for (y, t), most in ((exactly, EXACT), ((outputs, targets), bound)):
+        whole, *means = (mean_loss(y, t, sizes) for sizes in ([samples], *two_parts(samples)))
+        if not math.isnan(whole):
+            moved = map_tensors(lambda t: t.roll(1, 0), (y, t))
+            rolled = mean_loss(moved[0], moved[1], [samples])
+            right = [math.isclose(whole, mean, rel_tol=most) for mean in (rolled, *means)]
+            wrong = [mean for mean, same in zip(means, right[1:]) if not (same or math.isnan(mean))]
+            # if their order matters, samples may belong together, and stay so in one of these ways
+            together = not right[0] and any(right)
+            return "" if together or not wrong else NO_MEAN.format(whole, wrong[0])
+    return ""
+
+
+def two_parts(samples: int) -> Iterator[list[int]]:
+    """Yield ways to split samples in two, unequally if possible: with equal parts, a loss that
+    divides by something else may be the mean by chance.
+
+    Some keep pairs, and groups of 4, 8, …, together, and others groups of 3.
+    """
+    unit = samples & -samples  # the largest power of two that divides it
+    for together in {unit // 2 if unit == samples else unit, 1 if samples % 3 else 3}:
+        if samples >= 2 * together:
+            size = max(together, samples // 3 // together * together)
+            yield from ([samples - size, size], [size, samples - size])
 
 
 def free_bytes(device: torch.device) -> float:
