@@ -1010,10 +1010,19 @@ def test_what_is_true_of_a_program(program):
     p101.launch(program, world_size=2, backend="sim")
 
 
-def test_a_model_that_returns_something_else_in_evaluation_is_trained(capfd):
+def boxes(x: Tensor) -> dict[str, Tensor]:
+    return {"boxes": x}
+
+
+def without_words(x: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("evaluated", [boxes, without_words], ids=["boxes", "without words"])
+def test_a_model_that_does_something_else_in_evaluation_is_trained(evaluated, capfd):
     def train() -> bool:
         model = chain()
-        model.append(Function(lambda x: x if model.training else {"boxes": x}))
+        model.append(Function(lambda x: x if model.training else evaluated(x)))
         trainer = dp(model)
         trainer.step(*trainer.share(ROWS))
         return trainer.verify(*trainer.share(ROWS)).equal
