@@ -19,20 +19,32 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101.models.gpt import next_token_loss
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.verify import verification
 from tests.trainers import test_verify_catalogue as elsewhere
-from tests.trainers.cases import OPTIMIZERS, gpt, randn, seeded, sizes_of, text, world_size
+from tests.trainers.cases import (
+    CUT_HEAD,
+    OPTIMIZERS,
+    gpt,
+    randn,
+    seeded,
+    sizes_of,
+    text,
+    world_size,
+)
+from tests.trainers.test_refused import WHOLE_VOCABULARY
 from tests.trainers.test_resume import same
 
+PLAN = WHOLE_VOCABULARY | {"*.up": "column", "*.down": "row"}
 LAYOUTS = {  # the mesh, and options
     "overlapped": ("dp 2", {"bucket_bytes": 500}),
     "ZeRO-2, accumulated": ("dp 2", {"zero_stage": 2, "accumulate": 2}),
     "ZeRO-3": ("dp 2", {"zero_stage": 3}),
-    "sequence parallel": ("dp 1, tp 2", {"sequence_parallel": True}),
+    "sequence parallel": ("dp 1, tp 2", {"sequence_parallel": True, **CUT_HEAD}),
     "zero bubble": ("dp 1, pp 2", {"microbatches": 3, "schedule": "zb-h1"}),
-    "tensor": ("dp 2, tp 2", {"zero_stage": 1}),
-    "tensor and pipeline": ("dp 1, pp 2, tp 2", {"microbatches": 3}),
+    "tensor": ("dp 2, tp 2", {"zero_stage": 1, "plan": PLAN, **CUT_HEAD}),
+    "tensor and pipeline": ("dp 1, pp 2, tp 2", {"microbatches": 3, "plan": PLAN, **CUT_HEAD}),
 }
 
 
@@ -135,33 +147,12 @@ def test_a_program_that_counts_sees_no_trace_of_it():
 def built(name, check):
     mesh, options = LAYOUTS[name]
     model = gpt(tied=True)
-    several = {"microbatches", "accumulate"} & options.keys()  # forwards in a step
-    model.norm = nn.Sequential(model.norm, WithBuffers(0 if several else 1))
-    loss = p101.vocabulary_cross_entropy if "tp" in mesh else next_token_loss
-    plan = {
-        "embedding.token": "vocabulary",
-        "head": "vocabulary",
-        "*.up": "column",
-        "*.down": "row",
-    }
-    if "tp" not in mesh:
-        plan = "auto"
-    if "sequence_parallel" in options:
-        model.norm, plan = model.norm[0], "auto"
-    return p101.HybridTrainer(
-        model,
-        loss,
-        OPTIMIZERS["adamw"],
-        mesh=Axes(None, sizes_of(mesh)),
-        verify=check,
-        clip_norm=0.05,
-        plan=plan,
-        **options,
-    )
-
-
-def next_token_loss(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    if "sequence_parallel" not in options:
+        several = {"microbatches", "accumulate"} & options.keys()  # forwards in a step
+        model.norm = nn.Sequential(model.norm, WithBuffers(0 if several else 1))
+    given = {"loss_fn": next_token_loss, "optimizer": OPTIMIZERS["adamw"], **options}
+    mesh = Axes(None, sizes_of(mesh))
+    return p101.HybridTrainer(model, mesh=mesh, verify=check, clip_norm=0.05, **given)
 
 
 def state_of(trainer):
