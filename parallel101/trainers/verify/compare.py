@@ -135,7 +135,7 @@ def compared(trainer: Trainer, one: OneProcess | None, batch: Share) -> Report:
         )
         raise NotEqualError(Report(cause=words)) from error
     cause = trainer.verification.problem_of_loss(trainer)
-    of_ranks = agree.objects([(*key, difference) for key, difference in far.items()])
+    of_ranks = agree.objects([(*key, far[key]) for key in far], first_only=True)
     rows = [Row(*row) for row in agree.objects(one.result(of_ranks) if one else None)[0]]
     if wrong := {row.what for row in rows if row.ratio > 1}:
         cause = NOT_ELEMENTWISE if wrong == {"update"} else cause or hint(trainer)

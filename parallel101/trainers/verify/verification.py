@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -141,11 +140,10 @@ class Verification:
         self.due = False
         if self.whole is not None:
             self.whole.free()
-        if sys.platform == "linux":
-            # glibc keeps freed blocks of a few MB for later ones: ten times the weights, on the
-            # first rank, which training never needs again
-            with suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+        # glibc keeps freed blocks of a few MB for later ones: ten times the weights, on the first
+        # rank, which training never needs again
+        with suppress(OSError, AttributeError, TypeError):  # elsewhere
+            ctypes.CDLL(None).malloc_trim(0)
 
     def room(self, trainer: Trainer) -> tuple[str, float]:
         """Return why there is no comparison, such as too little memory, the same on every rank; or
