@@ -39,7 +39,7 @@ def more_than(n: int) -> Callable[[Sequence[Trial]], list[Trial]]:
 def every(
     chosen: Callable[[Sequence[Trial]], Iterable[Any]],
 ) -> Callable[[Callable[..., bool]], Seen]:
-    """Return a decorator that makes a test of trials: there are chosen ones, and all show this.
+    """Return a decorator that makes a test of trials: some are chosen, and all of these show this.
 
     `chosen` may also give tuples, such as trials with their ranks.
     """
@@ -49,8 +49,9 @@ def every(
 def right_but(
     least: int, where: Callable[[Trial], Any] = lambda trial: True
 ) -> Callable[[Callable[[Trial], bool]], Seen]:
-    """Return a decorator that makes a test of trials: all are right, but those on `least` ranks or
-    more show this.
+    """Return a decorator that makes a test of trials: all are right, but the large ones show this.
+
+    The large ones are those on `least` ranks or more for which `where` holds.
     """
     return lambda shows: (
         lambda trials: (
