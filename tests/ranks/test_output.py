@@ -8,6 +8,7 @@ import ctypes
 import io
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,8 @@ def test_lines_carry_their_rank(backend, capsys):
     def program(real):
         print("one\ntwo")
         print("to stderr", file=sys.stderr)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(print, "from a thread")
         if real:  # not the virtual ranks, which are one process
             ctypes.CDLL(None).printf(b"from C\n")
             os.system("echo from a shell")
@@ -42,7 +45,7 @@ def test_lines_carry_their_rank(backend, capsys):
     more = ["from C", "from a shell", "\ufffd\ufffd bytes", "x" * 300_000, "2 of 2"]
     for rank in range(3):  # in the order they were printed
         mine = [text for who, _, text in lines if who == f"[rank {rank}"]
-        assert mine == ["one", "two", *more * (backend == "gloo"), "no end"]
+        assert mine == ["one", "two", "from a thread", *more * (backend == "gloo"), "no end"]
     assert len(lines) == 3 * len(mine)
 
 
