@@ -34,16 +34,11 @@ def some_schedule(draw: random.Random) -> Lists:
     """A published schedule; perhaps with messages, an overlap, and after a few changes: actions
     that are swapped, moved, left out, repeated or renamed.
     """
-    ranks, microbatches = draw.randint(1, 4), draw.randint(1, 4)
-    size = {"stages": ranks, "microbatches": microbatches}
     name = draw.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
+    ranks, microbatches, chunks = draw.randint(1, 4), draw.randint(1, 4), 1
     if name == "interleaved":
-        size = {
-            "stages": ranks,
-            "microbatches": microbatches * ranks,
-            "chunks": draw.choice([1, 2]),
-        }
-    made = p101.schedule(name, **size)
+        microbatches, chunks = microbatches * ranks, draw.choice([1, 2])
+    made = p101.schedule(name, stages=ranks, microbatches=microbatches, chunks=chunks)
     messages = with_messages(made.ranks, made.placement) if draw.random() < 0.5 else made.actions
     lists = [[*map(str, of_rank)] for of_rank in messages]
     of_rank = draw.choice(lists)
@@ -54,17 +49,16 @@ def some_schedule(draw: random.Random) -> Lists:
         if not (of_rank := draw.choice(lists)):
             continue
         at, other = draw.randrange(len(of_rank)), draw.randrange(len(of_rank))
-        if change in ("swap", "near"):
-            other = max(at - 1, 0) if change == "near" else other
-            of_rank[at], of_rank[other] = of_rank[other], of_rank[at]
-        elif change == "name":
+        action = of_rank.pop(at)
+        if change == "name":
             kind = draw.choice(["F", "B", "I", "W", "RECV_F", "SEND_B", "X"])
-            of_rank[at] = f"{draw.randint(0, 4)}{kind}{draw.randint(0, 4)}"
-        elif change == "twice":
-            of_rank.insert(other, of_rank[at])
-        else:
-            into = draw.choice(lists) if change == "move" else []
-            into.append(of_rank.pop(at))
+            action = f"{draw.randint(0, 4)}{kind}{draw.randint(0, 4)}"
+        if change in ("name", "twice"):
+            of_rank.insert(at, action)
+        if change in ("swap", "near", "twice"):
+            of_rank.insert(max(at - 1, 0) if change == "near" else other, action)
+        elif change == "move":
+            draw.choice(lists).append(action)
     return lists
 
 

@@ -42,35 +42,38 @@ def test_every_algorithm_is_there():
     assert {choice.ranks for choice in all_choices()} == {*range(2, 9), 16, 64} == {*RANKS}
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_on_a_switch_a_run_takes_what_the_closed_form_says(operation, ranks):
-    for algorithm in collectives.TEXTBOOK[operation]:
-        choice = Choice(operation, algorithm, ranks, "switch")
-        found, picture = record(choice)
-        for size, seconds in ((LARGE, found.seconds), (SMALL, found.seconds_small)):
-            chain = {"segment_bytes": size // choice.segments} if choice.segments > 1 else {}
-            nbytes = ranks if operation == "barrier" else size
+SWITCH = [
+    Choice(operation, algorithm, ranks, "switch")
+    for operation, algorithms in collectives.TEXTBOOK.items()
+    for algorithm in algorithms
+    for ranks in (2, 5)
+]
+TORUS = [Choice(operation, "torus", 8, "torus") for operation in collectives.ON_A_MESH]
+
+
+@pytest.mark.parametrize("choice", [*SWITCH, *TORUS], ids=str)
+def test_a_run_takes_what_the_closed_form_says(choice):
+    operation, algorithm, ranks, _ = choice
+    found, picture = record(choice)
+    for size, seconds in ((LARGE, found.seconds), (SMALL, found.seconds_small)):
+        chain = {"segment_bytes": size // choice.segments} if choice.segments > 1 else {}
+        nbytes = ranks if operation == "barrier" else size
+        if algorithm == "torus":
+            form = torus_form(operation, mesh_shape(algorithm, ranks), nbytes)
+        else:
             form = closed_form(operation, algorithm, ranks, nbytes, **chain)
-            assert found.steps == form.steps
-            assert seconds == pytest.approx(form.seconds(LATENCY, BANDWIDTH), rel=1e-9)
-            if size == LARGE:
-                assert found.busiest == form.sent <= found.total
-        right = "No rank can go on" if operation == "barrier" else " ends with "
-        assert right in picture.intro + picture.stops[-1].label
-        assert 'class="w b"' not in picture.svg(smil=True)  # a fault
+        assert found.steps == form.steps
+        assert seconds == pytest.approx(form.seconds(LATENCY, BANDWIDTH), rel=1e-9)
+        if size == LARGE:
+            assert found.busiest == form.sent <= found.total
+    right = "No rank can go on" if operation == "barrier" else " ends with "
+    assert right in picture.intro + picture.stops[-1].label
+    assert 'class="w b"' not in picture.svg(smil=True)  # a fault
 
 
-def test_on_a_mesh_too():
-    nbytes = LARGE
-    for operation in collectives.ON_A_MESH:
-        choice = Choice(operation, "torus", 8, "torus")
-        form = torus_form(operation, mesh_shape(*choice[1:3]), nbytes)
-        found, _ = record(choice)
-        assert (found.steps, found.busiest) == (form.steps, form.sent)
-        assert found.seconds == pytest.approx(form.seconds(LATENCY, BANDWIDTH), rel=1e-9)
+def test_two_levels_take_the_time_of_both():
     choice = Choice("all_reduce", "two_level", 8, "two_nodes")
-    found, form = record(choice)[0], two_level_form(mesh_shape(*choice[1:3]), nbytes)
+    found, form = record(choice)[0], two_level_form(mesh_shape(*choice[1:3]), LARGE)
     inside = form.inside.seconds(INSIDE_LATENCY, INSIDE_BANDWIDTH)
     across = form.across.seconds(LATENCY, BANDWIDTH)
     assert found.seconds == pytest.approx(inside + across, rel=1e-9)

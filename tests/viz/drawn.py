@@ -59,7 +59,7 @@ Box = tuple[str, float, float, float, float]
 
 def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False) -> list[Box]:
     """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a
-    letter is 0.52 of the font size wide.
+    letter is up to 0.52 of the font size wide, or 0.6 in bold.
 
     `narrow`: as the player lays them out on a phone. `sends`: also the bars below a collective,
     on a phone, which are as high as their cursor.
@@ -80,7 +80,8 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
             text, classes = "".join(node.itertext()), node.get("class", "").split()
             usual = 19 if "h" in classes else 10 if "flagged" in classes else 14
             size = float(node.get("font-size", usual))
-            width = max(0.52 * len(text), 0.65) * size * scale
+            letter = 0.6 if "b" in classes else 0.52
+            width = max(letter * len(text), 0.65) * size * scale
             shift = width / 2 if "c" in classes else width if "e" in classes else 0
             left = dx + scale * float(node.get("x", 0)) - shift
             y = dy + scale * float(node.get("y", 0))

@@ -25,6 +25,8 @@ ONE_SECOND = Network(latency=1.0, bandwidth=float("inf"))  # each message takes 
 ring_all_reduce = partial(p101.all_reduce, algorithm="ring")
 ring_reduce_scatter = partial(p101.reduce_scatter, algorithm="ring")
 ring_all_gather = partial(p101.all_gather, algorithm="ring")
+both_ways_all_reduce = partial(p101.all_reduce, algorithm="bidirectional_ring")
+both_ways_all_gather = partial(p101.all_gather, algorithm="bidirectional_ring")
 doubling_all_reduce = partial(p101.all_reduce, algorithm="recursive_doubling")
 doubling_all_gather = partial(p101.all_gather, algorithm="recursive_doubling")
 chain_broadcast = partial(p101.broadcast, algorithm="pipelined_chain", segment_bytes=8)
@@ -126,18 +128,3 @@ def eager_scatter(x: Tensor) -> Tensor:
         return exchange([], [(0, parts[rank])])[0]
     exchange([(peer, parts[peer]) for peer in range(1, n)], [])
     return parts[0]
-
-
-def halves_all_gather(x: Tensor) -> Tensor:
-    """An all-gather on a ring that sends one half of each part to the right and the other half
-    to the left.
-    """
-    rank, n = me()
-    up, down = list(x.tensor_split(2)) if x.numel() > 1 else (x, x[:0])
-    after, before = (rank + 1) % n, (rank - 1) % n
-    right, left = {rank: up}, {rank: down}
-    for step in range(n - 1):
-        sends = (after, right[(rank - step) % n]), (before, left[(rank + step) % n])
-        receives = (before, up), (after, down)
-        right[(rank - step - 1) % n], left[(rank + step + 1) % n] = exchange(sends, receives)
-    return torch.cat([half for r in range(n) for half in (right[r], left[r])])

@@ -76,6 +76,11 @@ def test_steps_names_and_cells(case, n, clock):
     replay, drawn = stripes_at_the_end(scene, trace, results)
     if n > 3 and kind:
         assert replay.topology.kind == kind
+    adds = [*map(replay.adds, range(replay.steps))]
+    arcs = [arc.get("style") for arc in elements(scene, "path", "arc")][1::2]
+    assert arcs == [f"stroke:var(--{'ink' if add else 'accent'})" for add in adds]
+    bars = {bar.get("class") for bar in elements(scene, "path", "sum|copy")}
+    assert bars == {"sum" if add else "copy" for add in adds}
     if operation == "all-to-all":  # a chunk holds the parts of several ranks side by side
         assert drawn == {(rank, rank): tuple(range(n)) for rank in range(n)}
         return
@@ -149,7 +154,7 @@ PICTURES = {
         *(ordinary, 4, 2, "Messages on a ring of 4 ranks"),
     ),
     "0 B sent so far": (empty, 2, 1, "Barrier on two ranks"),
-    "Step 4 of 4": (p.halves_all_gather, 5, 4, "Bidirectional ring all-gather"),
+    "Step 4 of 4": (p.both_ways_all_gather, 9, 2, "Bidirectional ring all-gather"),
     "Step 3 of 3": (p.doubling_all_reduce, 8, 4, "Recursive-doubling all-reduce"),
     "Step 2 of 2": (p.doubling_all_gather, 4, 2, "Recursive-doubling all-gather"),
     "Step 6 of 6": (p.chain_broadcast, 4, 4, "Chain broadcast"),
@@ -164,7 +169,7 @@ PICTURES = {
     "96 B sent by each rank so far": RING,
     "4 ranks · sim · 64 B in 4 chunks": RING,
     "There are too many ranks or chunks to draw them all.": (
-        *(p.halves_all_gather, 9, 2, "Bidirectional ring all-gather"),
+        *(p.chain_broadcast, 4, 24, "Chain broadcast"),
     ),
 }
 
@@ -172,7 +177,7 @@ PICTURES = {
 @pytest.mark.parametrize("said", PICTURES)
 def test_title_and_words(said):
     program, n, numel, title = PICTURES[said]
-    scene = drawn(program, n, numel, uneven=program is p.halves_all_gather and n == 5)
+    scene = drawn(program, n, numel, uneven=n == 9)
     everything = [scene.description, scene.intro, *(stop.label for stop in scene.stops)]
     shown = " ".join([*everything, unescape(scene.svg())])
     assert scene.title == title and said in shown, (scene.title, shown)
@@ -217,41 +222,6 @@ def test_without_contents_the_waits_are_drawn():
     low = [bottom for text, *_, bottom in text_boxes(crowded, 0.0) if text in LEGEND]
     assert len(low) == 2 and max(low) < TOP - 5, "above the bars of the sends"
     assert scene.stops[2].label == "Step 3 of 6: Each rank sends 16 B to its right neighbour."
-
-
-def miscounted(x):
-    rank, n = me()
-    others = [r for r in range(n) if r != rank]
-    total = x
-    for r, got in zip(others, exchange([(r, x) for r in others], [(r, x) for r in others])):
-        total = total + got * {(0, 1): 0, (1, 0): 2}.get((rank, r % 2), 1)
-    return total
-
-
-@pytest.mark.parametrize("n", [3, 5, 8])
-def test_sentences_do_not_run_into_the_facts_at_their_right(n):
-    """In DejaVu Sans, the widest of the usual fonts, a letter is up to 0.52 of the font size
-    wide, or 0.6 in bold.
-    """
-    for program in (miscounted, p.ring_all_reduce, p.binomial_reduce, TWICE):
-        lines = [t for t in elements(drawn(program, n, 2 * n), "text") if t.get("y") == "64"]
-        facts = max(0.52 * 13 * len(t.text) for t in lines if t.get("x") == "932")
-        for text in (t for t in lines if t.get("x") == "28"):
-            letter = 0.6 if text.get("class") == "w b" else 0.52
-            wide = letter * float(text.get("font-size")) * len(text.text)
-            assert 28 + wide + 12 < 932 - facts, text.text
-
-
-@pytest.mark.parametrize("program", [p.ring_all_reduce, p.ring_all_gather, p.binomial_reduce],
-                         ids=["all-reduce", "all-gather", "reduce"])  # fmt: skip
-def test_the_step_ring_has_the_colours_of_the_sends(program):
-    trace, results = recorded(program, 4, 8)
-    replay, scene = replay_of(trace, results), collective_scene(trace, results)
-    adds = [*map(replay.adds, range(replay.steps))]
-    arcs = [arc.get("style") for arc in elements(scene, "path", "arc")][1::2]
-    assert arcs == [f"stroke:var(--{'ink' if add else 'accent'})" for add in adds]
-    bars = {bar.get("class") for bar in elements(scene, "path", "sum|copy")}
-    assert bars == {"sum" if add else "copy" for add in adds}
 
 
 def test_torchs_own_collectives_are_named():

@@ -27,14 +27,31 @@ from tests.viz.drawn import assert_apart, span
 from tests.viz.programs import exchange, me, recorded
 from tests.viz.test_memory_over_step import ONE_F_ONE_B, counted
 
+TWICE = partial(p.broken_ring_all_reduce, twice=(1, 1))
+
+
+def miscounted(x):
+    rank, n = me()
+    others = [r for r in range(n) if r != rank]
+    total = x
+    for r, got in zip(others, exchange([(r, x) for r in others], [(r, x) for r in others])):
+        total = total + got * {(0, 1): 0, (1, 0): 2}.get((rank, r % 2), 1)
+    return total
+
 
 def on_a_mesh(rows, columns, operation, algorithm, x):
     mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("dp", "tp"))
     return getattr(p101, operation)(x, group=mesh, algorithm=algorithm)
 
 
+SUMS = {
+    "ring": p.ring_all_reduce,
+    "added twice": TWICE,
+    "wrong": miscounted,
+    "reduce": p.binomial_reduce,
+}
 CASES = {
-    "ring, both ways": (partial(p101.all_reduce, algorithm="bidirectional_ring"), 6, 6),
+    "ring, both ways": (p.both_ways_all_reduce, 6, 6),
     "doubling, 8 ranks": (p.doubling_all_reduce, 8, 1),
     "doubling, 16 ranks": (p.doubling_all_gather, 16, 1),
     "halving and doubling": (partial(p101.all_reduce, algorithm="rabenseifner"), 8, 8),
@@ -44,6 +61,11 @@ CASES = {
     "torus of 2 × 4, both ways": (partial(on_a_mesh, 2, 4, "all_to_all", "torus"), 8, 16),
     "torus of 4 × 2, both ways": (partial(on_a_mesh, 4, 2, "all_to_all", "torus"), 8, 16),
     "two levels": (partial(on_a_mesh, 4, 2, "all_reduce", "two_level"), 8, 8),
+    **{
+        f"{name}, {n} ranks": (program, n, 2 * n)
+        for name, program in SUMS.items()
+        for n in (3, 5, 8)
+    },
 }
 
 
@@ -93,7 +115,6 @@ ENTRIES = {
 
 GPIPE = counted(*[("F", i, 10) for i in range(12)], *[("B", i) for i in range(12)])
 STEP = [span(0, "step", 0.0, 4.0), span(1, "step", 0.0, 4.0), span(0, "forward", 1.0, 2.0, 1)]
-TWICE = partial(p.broken_ring_all_reduce, twice=(1, 1))
 
 
 def pipeline(name, stages, microbatches, chunks=1):

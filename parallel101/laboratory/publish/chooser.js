@@ -17,13 +17,6 @@
   const [ranks, looks] = [1, 2].map(() => column(Uint16Array, run.events));
   const lanes = column(Uint8Array, run.events);
 
-  const shown = (seconds) => {  // 0.0123 → "12.3 ms", as human_seconds writes it
-    for (const [name, scale] of [["s", 1], ["ms", 1e3], ["µs", 1e6]]) {
-      const value = seconds * scale;
-      if (value >= 1 || name === "µs")
-        return `${value.toFixed(value >= 100 || value % 1 === 0 ? 0 : value >= 10 ? 1 : 2)} ${name}`;
-    }
-  };
   const roundStep = (span, most) => {
     const step = 10 ** Math.floor(Math.log10(span / most));
     return step * [1, 2, 5, 10, 20].find(k => span / (step * k) <= most);
@@ -74,7 +67,7 @@
     to.value = b;
     const [i, j] = [a - run.first, b - run.first];
     find(".strip").innerHTML = svg(tall + 34, `The time of each ${unit}`,
-      words(shown(most), left - 10, 18, 'class="m e" font-size="12"') +
+      words(humanSeconds(most), left - 10, 18, 'class="m e" font-size="12"') +
       `<rect class="row" x="${left}" y="8" width="${right - left}" height="${tall}"/>` +
       `<path class="f4" d="${strip}"/>` +
       `<rect class="chosen" x="${stepX(i) - 1}" y="4" width="${stepX(j + 1) - stepX(i) + 2}" ` +
@@ -88,7 +81,7 @@
     }
     const label = a === b ? name(a) : `${unit}s ${a.toLocaleString("en")} to ` +
       b.toLocaleString("en");
-    find("output").textContent = `${shown(end - begin)}, from ${shown(begin)} on`;
+    find("output").textContent = `${humanSeconds(end - begin)}, from ${humanSeconds(begin)} on`;
     find(".picture").innerHTML = timeline(begin, end, i, j, label);
   }
 
@@ -146,8 +139,8 @@
       const h = message ? (thin - 2) * (half ? .5 : 1) - .4 : high - 1;
       const box = `x="${x0.toFixed(1)}" y="${y.toFixed(1)}" height="${h.toFixed(1)}" ` +
         `width="${Math.max(.8, across - .6).toFixed(1)}"`;
-      const told = count > 1 ? `${count} × ${text || look}, ${shown(stop - start)}`
-        : run.texts[texts[e]].replace("$", () => shown(stop - start));
+      const told = count > 1 ? `${count} × ${text || look}, ${humanSeconds(stop - start)}`
+        : run.texts[texts[e]].replace("$", () => humanSeconds(stop - start));
       parts.push((wait ? `<rect class="card" ${box}/>` : "") +
         `<rect class="${look}" ${box}><title>${escaped(told)}</title></rect>`);
       if (high >= 11 && count === 1 && text && 6.6 * text.length + 6 < across)
@@ -159,7 +152,7 @@
     parts.push(`<path class="axis" d="M${left} ${axis}H${right}"/>`);
     for (let k = 0; k * step <= span * (1 + 1e-9); k++)
       parts.push(`<path class="axis" d="M${x(begin + k * step).toFixed(1)} ${axis}v5"/>` +
-        words(k ? shown(k * step) : "0", x(begin + k * step).toFixed(1), axis + 19,
+        words(k ? humanSeconds(k * step) : "0", x(begin + k * step).toFixed(1), axis + 19,
           'class="m c" font-size="11"'));
     return svg(axis + 30, `Timeline of ${label}`, parts.join(""));
   }

@@ -227,7 +227,7 @@ def step_chooser(
         f'<p>{escape(_about(known, len(events), drawn))}</p><div class="drawn"></div>'
         f'<script type="application/json">{script_json(setup)}</script>'
         f'<script type="text/plain">{data}</script></section>'
-        f"<script>{file_text('chooser.js')}</script>"
+        f"<script>{file_text('tools/elements.js')}{file_text('chooser.js')}</script>"
     )
 
 

@@ -7,23 +7,6 @@ const state = { ...start };
 let turn = 0;  // of the last choice: an older one that has loaded late isn't shown
 let mounted = new AbortController();  // ends when other pictures take the place
 
-/* ---- numbers as text, as parallel101/laboratory/record/units.py writes them ---- */
-
-function humanBytes(count) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  for (; count >= 1024 && unit < 4; unit++) count /= 1024;
-  return `${count.toFixed(count >= 100 || Number.isInteger(count) ? 0 : 1)} ${units[unit]}`;
-}
-
-function humanSeconds(seconds) {
-  const [unit, scale] = [["s", 1], ["ms", 1e3]].find(([, scale]) => seconds * scale >= 1)
-    ?? ["µs", 1e6];
-  const value = seconds * scale;
-  return `${value.toFixed(value >= 100 || Number.isInteger(value) ? 0 : value >= 10 ? 1 : 2)} ` +
-    unit;
-}
-
 const capital = (words) => words[0].toUpperCase() + words.slice(1);
 const steps = (count) => `${count} step${count === 1 ? "" : "s"}`;
 
