@@ -37,9 +37,7 @@ def cut_off(browser: Browser, scrolls: bool = True) -> list[str]:
 
     `scrolls`: the reader can scroll, which paper can't.
     """
-    return find(
-        browser,
-        f"""
+    script = f"""
         const scrolls = {json.dumps(scrolls)};
         const hides = e => getComputedStyle(e).overflowX === 'hidden';
         const slides = e => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
@@ -52,33 +50,29 @@ def cut_off(browser: Browser, scrolls: bool = True) -> list[str]:
             const box = e.getBoundingClientRect(), svg = e.ownerSVGElement.getBoundingClientRect();
             return box.right > svg.right + 1 || box.left < svg.left - 1
                 || box.top < svg.top - 1 || box.bottom > svg.bottom + 1; }})());
-        return [...new Set([...wide, ...hidden, ...texts])].map(named);""",
-    )
+        return [...new Set([...wide, ...hidden, ...texts])].map(named);"""
+    return find(browser, script)
 
 
 def scrolls_without_a_cue(browser: Browser) -> list[str]:
     """Whatever is wider than its place and doesn't show it, by a line above it or by a shadow."""
-    return find(
-        browser,
-        """
+    script = """
         const slides = e => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
         const line = e => getComputedStyle(parent(e), '::before').content.includes('sideways');
         const shadow = e => getComputedStyle(e).backgroundAttachment.includes('local');
         const html = e => !e.ownerSVGElement && !e.matches('select, textarea');
         const wide = e => html(e) && slides(e) && e.scrollWidth > e.clientWidth + 1;
-        return everything.filter(e => wide(e) && !line(e) && !shadow(e)).map(named);""",
-    )
+        return everything.filter(e => wide(e) && !line(e) && !shadow(e)).map(named);"""
+    return find(browser, script)
 
 
 def too_small(browser: Browser, least: float) -> list[str]:
     """Texts in pictures whose letters are lower than `least` pixels as they appear."""
-    return find(
-        browser,
-        f"""
+    script = f"""
         const size = e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a;
         const small = everything.filter(e => e.tagName === 'text' && own(e) && size(e) < {least});
-        return small.map(e => `${{size(e).toFixed(1)}} px: ${{named(e)}}`);""",
-    )
+        return small.map(e => `${{size(e).toFixed(1)}} px: ${{named(e)}}`);"""
+    return find(browser, script)
 
 
 def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
@@ -86,9 +80,7 @@ def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
 
     The whole page must be in the window.
     """
-    return find(
-        browser,
-        f"""
+    script = f"""
         const rgba = colour => {{
             const [r, g, b, a = 1] = (colour.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
             return [r, g, b, a]; }};
@@ -126,8 +118,8 @@ def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
             const large = parseFloat(style.fontSize) >= (style.fontWeight >= 700 ? 18.66 : 24);
             const wanted = large ? Math.min(3, {least}) : {least};
             const pale = `${{contrast.toFixed(2)}}: ${{named(e)}}`;
-            return contrast < wanted - .005 ? [pale] : []; }});""",
-    )
+            return contrast < wanted - .005 ? [pale] : []; }});"""
+    return find(browser, script)
 
 
 def without_a_name(browser: Browser) -> list[str]:
@@ -139,13 +131,11 @@ def without_a_name(browser: Browser) -> list[str]:
 
 def out_of_reach(browser: Browser) -> list[str]:
     """Controls that the tab key does not reach."""
-    count = find(
-        browser,
-        """const controls = 'a[href], button, input, select, summary, [tabindex]';
+    script = """const controls = 'a[href], button, input, select, summary, [tabindex]';
         globalThis.unreached = new Set(everything.filter(e => e.matches(controls) && !e.disabled));
         document.activeElement.blur(), scrollTo(0, 0);
-        return unreached.size;""",
-    )
+        return unreached.size;"""
+    count = find(browser, script)
     deepest = """(e => { while (e.shadowRoot?.activeElement) e = e.shadowRoot.activeElement;
         return e; })(document.activeElement)"""
     for _ in range(2 * count + 5):  # places that scroll take a key press, too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import starmap
 from pathlib import Path
 
 import pytest
@@ -50,14 +51,11 @@ def facts(choice: Choice) -> list[str]:
     return [f"{found.steps:g}", *seconds, human_bytes(found.busiest), human_bytes(found.total)]
 
 
-CHOICES = (
-    Choice("all_reduce", "ring", 5, "switch"),
-    Choice("all_reduce", "torus", 8, "torus"),
-    Choice("all_gather", "bruck", 8, "ring"),
-)
+CHOICES = (("all_reduce", "ring", 5, "switch"), ("all_reduce", "torus", 8, "torus"),
+           ("all_gather", "bruck", 8, "ring"))  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("choice", starmap(Choice, CHOICES), ids=str)
 def test_facts_and_picture_are_those_of_a_run_recorded_anew(browser, atlas, choice):
     atlas(choice)
     place = f"document.querySelector('.shown [data-algorithm={choice.algorithm}]')"

@@ -189,14 +189,10 @@ def test_the_page_opens_with_what_it_says_without_a_script_and_keys_change_it(br
 
 
 def test_copied_code_prints_the_pages_numbers(browser, page, capsys):
-    draw, seen = random.Random(3), 0
+    draw = random.Random(3)
+    many = [(some_shape(draw), some_layout(draw)) for _ in range(100)]
     browser.view(page)
-    while seen < 12:
-        shape = some_shape(draw)
-        layout = some_layout(draw)
-        if reason(shape, layout):
-            continue
-        seen += 1
+    for shape, layout in [pair for pair in many if not reason(*pair)][:12]:
         state = {"model": shape["name"] or "own", "gpu": draw.choice([*GPUS])}
         state = json.dumps(state | {"shape": shape, "layout": layout})
         browser.js(f"""({field("copied")}.textContent = '', Object.assign(state, {state}),

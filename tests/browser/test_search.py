@@ -21,10 +21,8 @@ def ask(browser: Browser, query: str) -> list[str]:
     browser.js(f"{BOX}.focus()")
     browser.until("document.querySelector('.search').dataset.asked === 'loaded'")
     browser.write(BOX, query)
-    return browser.js(
-        f"[...{LIST}.children].map(e => [e.querySelector('b').textContent, "
-        "e.childNodes[1].textContent.trim()].join(' | '))"
-    )
+    words = "e => `${e.querySelector('b').textContent} | ${e.childNodes[1].textContent.trim()}`"
+    return browser.js(f"[...{LIST}.children].map({words})")
 
 
 FIRST = {  # query → how its first result begins: title | kind · place

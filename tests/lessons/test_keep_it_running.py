@@ -25,8 +25,6 @@ def test_exercises_1_and_4_how_often_to_save():
     assert mine(60, 30 * 3600) == pytest.approx(3600)
     interval = mine(0.015, LESSON["between_failures"](16_384))
     assert interval == pytest.approx(18, abs=0.5)
-    bandwidth = 14 * 70.6e9 / 18
-    assert bandwidth == pytest.approx(55e9, rel=0.01)
 
 
 def test_random_failures_agree_with_the_formula_where_the_loss_is_small():

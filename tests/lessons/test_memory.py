@@ -4,8 +4,6 @@ exercises.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -38,8 +36,6 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_their_inputs(blocks)
 
 def test_numbers_of_the_text():
     assert 32 * OF_LAYER["attention weights: softmax"] == pytest.approx(34.4 * GB, rel=1e-2)
-    assert math.isclose(8192 * 128256 * 4, 4.2 * GB, rel_tol=1e-2)
-    assert math.isclose(2**-8 * math.sqrt((1024 + 3) / 12), 0.036, rel_tol=1e-2)
 
 
 @pytest.mark.parametrize("block", [32, 64])

@@ -88,19 +88,6 @@ def test_the_readers_layer_equals_one_process_even_with_few_tokens(tokens):
     assert y.shape == right.shape and torch.allclose(y, right, atol=1e-12)
 
 
-def test_exercise_2_the_next_block_arrives_in_time():
-    positions = 131_072 // 16
-    message = 2 * positions * 128 * 2
-    flop = positions**2 / 2 * 4 * 16 * 128
-    for number, said in (
-        (message, 4.2e6),
-        (message / 50e9, 0.084e-3),
-        (flop, 275e9),
-        (flop / 400e12, 0.69e-3),
-    ):
-        assert number == pytest.approx(said, rel=0.01)
-
-
 def test_exercise_3_what_a_capacity_drops():
     counts = torch.stack([choice.bincount(minlength=4) for choice in LESSON["choices"](HOT)])
     kept = counts.clamp(max=20).sum(0).tolist()

@@ -37,11 +37,10 @@ def one_recorded_run() -> Iterator[None]:
 
 def notebook(path: Path, *cells: str, tags: tuple[str, ...] = ()) -> Path:
     """Write a notebook. A cell whose text begins with "#" is Markdown, the others are code."""
+    code = {"tags": [*tags]}
     made = [
-        v4.new_markdown_cell(text)
-        if text.startswith("#")
-        else v4.new_code_cell(text, metadata={"tags": [*tags]})
-        for text in cells
+        v4.new_markdown_cell(c) if c.startswith("#") else v4.new_code_cell(c, metadata=code)
+        for c in cells
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write(v4.new_notebook(cells=made), path)

@@ -135,9 +135,7 @@ def test_a_homeworks_page_shows_the_specification_of_each_exercise(number):
 
 
 def test_the_picture_for_the_index_is_the_one_with_the_tag_or_the_first():
-    image = (
-        '<figure class="p101"><picture><img src="data:image/svg+xml;base64,{}"></picture></figure>'
-    )
+    image = '<figure class="p101"><picture><img src="data:image/svg+xml;base64,{}"></picture>'
     cells = [code("x", **{"text/html": image.format(k)}) for k in ("YQ==", "Yg==", "Yw==")]
     assert cover_of(str(page(*cells))).still.endswith("YQ==")
     cells[1].metadata["tags"] = ["cover"]

@@ -124,9 +124,7 @@ def test_lessons_are_chosen_by_name_or_number(tmp_path):
             select_lessons(tmp_path / folder, names)
 
 
-def test_the_lessons_folder_is_found_and_with_a_wheel_copied_before_it_is_edited(
-    tmp_path, monkeypatch
-):
+def test_the_lessons_folder_is_found_or_copied_from_a_wheel(tmp_path, monkeypatch):
     (tmp_path / "clone" / "parallel101").mkdir(parents=True)
     wheel, here, deep = (tmp_path / name for name in ("wheel", "here", "clone/lessons/deeper"))
     for folder in (wheel / "lessons", wheel / "homework", here, deep):

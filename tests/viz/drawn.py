@@ -112,6 +112,6 @@ def assert_apart(scene: Scene, t: float, narrow: bool = False, sends: bool = Fal
         assert across < 1 or down < 1, (round(t, 2), a, b)
 
 
-def texts(scene: Scene) -> list[str]:
+def texts(scene: Scene, t: float | None = None) -> list[str]:
     """The words of all texts, also of those with parts of another size."""
-    return ["".join(text.itertext()) for text in elements(scene, "text")]
+    return ["".join(text.itertext()) for text in elements(scene, "text", t=t)]

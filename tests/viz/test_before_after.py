@@ -8,7 +8,6 @@ import re
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.laboratory.analysis.replay import given_blocks, replay_of, returned_blocks
@@ -62,28 +61,3 @@ def test_blocks_are_those_of_the_values(sentence):
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
     assert {float(seconds) for seconds in written} == {scene.duration}
     assert scene.stops[-1].end == scene.duration
-
-
-def silent(x):
-    p101.all_reduce(x)
-
-
-NOT_JUDGED = "so it is not judged."
-ENDINGS = {
-    "a mean": (lambda x: p101.all_reduce(x) / 4, "mean of the data of all 4 ranks in it.", ""),
-    "nothing is returned": (*(silent, "The function returned nothing.", ">nothing<"),),
-    "unreadable on some ranks": (
-        *(lambda x: p101.all_reduce(x) + dist.get_rank(), NOT_JUDGED, ">can't be read<"),
-    ),
-    "unreadable on all ranks": (
-        *(lambda x: p101.all_gather(x) + 1, NOT_JUDGED, ">can't be read<"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_the_sums_are_there_only_if_the_ranks_returned_them(name):
-    program, ending, drawn = ENDINGS[name]
-    scene = p101.watch(program, 4, backend="sim").before_after()
-    assert scene.stops[-1].label.endswith(ending) and "every rank has" not in scene.stops[-1].label
-    assert ending in " ".join(texts(scene)) and drawn in scene.svg()

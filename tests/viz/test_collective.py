@@ -348,3 +348,6 @@ def test_shape_and_dtype_of_what_is_watched_and_a_function_that_returns_nothing(
         assert (result.tolist(), result.dtype) == ([2, 3], torch.float64)
     nothing = p101.watch(lambda x: p.broken_ring_all_reduce(x) and None, 2, numel=1, backend="sim")
     assert nothing.animate().title == "All-reduce on two ranks"
+    tables = nothing.before_after()
+    assert tables.stops[-1].label.endswith("The function returned nothing.")
+    assert ">nothing<" in tables.svg()

@@ -261,19 +261,3 @@ def test_a_function_of_your_own_shows_what_would_hang_on_nccl():
     move(explorer, world="sim, NCCL's rules")
     for said in ("This hangs.", "the cycle: rank 0 → rank 1", "<figure"):
         assert said in explorer.html
-
-
-WRONG = {
-    "operation='allreduce' is unknown: expected one of 'broadcast'": {"operation": "allreduce"},
-    "network='mesh' is unknown: expected one of 'switch'": {"network": "mesh"},
-    "ranks=99: expected a whole number from 1 to 8": {"ranks": 99},
-    r"ranks=2\.5: expected a whole number": {"ranks": 2.5},
-    "numbers=48: .* from 1 to 40": {"numbers": 48, "ranks": 16, "world": "sim"},
-    "root=4: expected a whole number from 0 to 3": {"root": 4},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_settings_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        explore_collective(**WRONG[message])

@@ -4,36 +4,26 @@ other.
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
-
-import pytest
+from functools import partial
 
 import parallel101 as p101
 from parallel101.laboratory.viz.forward_backward import forward_backward_scene
-from tests.viz.drawn import SVG
+from tests.viz.drawn import texts
 
 
-@pytest.fixture(scope="module")
-def runs():
-    forward = p101.watch(
-        lambda x: p101.all_gather(x, algorithm="ring"), world_size=3, numel=2, backend="sim"
-    )
-    return forward, p101.watch(
-        lambda g: p101.reduce_scatter(g, algorithm="ring"), world_size=3, backend="sim"
-    )
+def watched(program, **size):
+    ring = partial(program, algorithm="ring")
+    return p101.watch(ring, world_size=3, backend="sim", **size)
 
 
-def words(scene, t):
-    return [text.text for text in ET.fromstring(scene.svg(t)).iter(f"{SVG}text")]
-
-
-def test_the_backward_run_starts_when_the_forward_run_has_ended(runs):
+def test_the_backward_run_starts_when_the_forward_run_has_ended():
+    runs = watched(p101.all_gather, numel=2), watched(p101.reduce_scatter)
     scene = forward_backward_scene(*runs, title="All-gather")
     assert [stop.label.partition(":")[0] for stop in scene.stops] == [
         f"{word}, step {step} of 2" for word in ("Forward", "Backward") for step in (1, 2)
     ]
     assert all(a.end <= b.start for a, b in zip(scene.stops, scene.stops[1:]))
-    before, middle, after = (words(scene, t) for t in (0.0, scene.stops[2].start, scene.duration))
+    before, middle, after = (texts(scene, t) for t in (0.0, scene.stops[2].start, scene.duration))
     for names in (before, middle, after):
         assert "Forward: ring all-gather" in names and "Backward: ring reduce-scatter" in names
     assert before.count("start") == 2

@@ -113,22 +113,6 @@ def test_bandwidth_is_bytes_over_seconds_and_a_function_is_a_smooth_line():
     assert len(lines(smooth)[0]) > 40
 
 
-WRONG = {
-    "got 0 labels": lambda: sweep({}, title="a"),
-    "got 6 labels": lambda: sweep({str(i): {1: 1.0} for i in range(6)}, title="a"),
-    r"one value is 0\.0: expected": lambda: sweep({"a": {1: 0.0}}, title="a"),
-    "one value is 0: expected": lambda: sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a"),
-    r"64 B took 0\.0 s: expected times above": lambda: bandwidth({"ring": {64: 0.0}}, title="a"),
-    "6 curves": lambda: loss_scene({str(n): [(0, 1)] for n in range(6)}),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_data_is_refused(message):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
-
-
 @pytest.mark.parametrize(("length", "high"), [(1, 2.0), (2, 0.0007), (300, 5.066), (5000, 250.0)])
 def test_a_loss_goes_through_its_points_on_an_axis_of_round_numbers(length, high):
     history = SimpleNamespace(steps=range(length), losses=[high / (1 + s) for s in range(length)])

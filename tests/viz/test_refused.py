@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,15 @@ from parallel101.cost import CHIPS
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.viz.axis_timeline import axes_scene
 from parallel101.laboratory.viz.collective import collective_scene
+from parallel101.laboratory.viz.explore import explore_collective
 from parallel101.laboratory.viz.forward_backward import forward_backward_scene
+from parallel101.laboratory.viz.loss_curves import loss_scene
 from parallel101.laboratory.viz.matrices import matrices_scene
 from parallel101.laboratory.viz.memory_over_step import activations_scene
 from parallel101.laboratory.viz.memory_per_rank import memory_scene
 from parallel101.laboratory.viz.node_links import node_scene
 from parallel101.laboratory.viz.pipeline_timeline import pipeline_scene
+from parallel101.laboratory.viz.plots import bandwidth, sweep
 from parallel101.laboratory.viz.timeline import lanes_scene, timeline_scene
 from parallel101.laboratory.viz.watch import watch
 from tests.viz import programs as p
@@ -27,6 +31,8 @@ from tests.viz.drawn import span
 from tests.viz.programs import exchange, me, recorded
 
 ONE = Trace([span(0, "load", 0.0, 1.0)], 1, "sim")
+WATCHED = {"fn": p101.all_gather}
+PLOT = {"a": {64.0: 1e-4, 1024.0: 2e-4}}
 PIPELINE = p101.schedule("1f1b", stages=50, microbatches=50)
 NODE, LEAF, *_ = CHIPS["H100"].links
 SHARED = dataclasses.replace(CHIPS["H100"], links=(NODE, dataclasses.replace(LEAF, rails=4)))
@@ -94,14 +100,18 @@ REFUSED = {
     r"the backward run has no messages .* record it with parallel101\.watch": lambda: (
         forward_backward_scene(on_sim(p101.all_gather), not_watched())
     ),
+    "got 0 labels": lambda: sweep({}, title="a"),
+    "got 6 labels": lambda: sweep({str(i): {1: 1.0} for i in range(6)}, title="a"),
+    r"one value is 0\.0: expected": lambda: sweep({"a": {1: 0.0}}, title="a"),
+    "one value is 0: expected": lambda: sweep(PLOT, spread={"a": {64.0: (0, 1)}}, title="a"),
+    r"64 B took 0\.0 s: expected times above": lambda: bandwidth({"ring": {64: 0.0}}, title="a"),
+    "6 curves": lambda: loss_scene({str(n): [(0, 1)] for n in range(6)}),
     "8 GPUs and 4 rails": lambda: node_scene(SHARED),
     **{chip: lambda chip=chip: node_scene(chip) for chip in ("TPU v5e", "A100", "B200", "GB200")},
 }
-# watch refuses before any rank starts: the words, and what it is given
-NOT_WATCHED = {
-    r"dtype=torch\.float32: values that encode their origin need torch\.int64": (
-        {"dtype": torch.float32}
-    ),
+# before any rank starts: the words, and the settings of `watch` and of the explorer
+SETTINGS = {
+    r"float32: values that encode their origin need torch\.int64": {"dtype": torch.float32},
     "world_size='4': expected a whole number of ranks": {"world_size": "4"},
     "world_size=0": {"world_size": 0},
     "do not fit into torch.int64, which can hold 0: take fewer ranks": {"world_size": 19},
@@ -112,13 +122,17 @@ NOT_WATCHED = {
     "shape='ab': expected": {"shape": "ab"},
     "shape=.* has 6 elements, but numel=5": {"shape": (2, 3), "numel": 5},
     "takes a function of a tensor, to run on each rank; got a int: 3": {"fn": 3},
+    "operation='allreduce' is unknown: expected one of 'broadcast'": {"operation": "allreduce"},
+    "network='mesh' is unknown: expected one of 'switch'": {"network": "mesh"},
+    "ranks=99: expected a whole number from 1 to 8": {"ranks": 99},
+    r"ranks=2\.5: expected a whole number": {"ranks": 2.5},
+    "numbers=48: .* from 1 to 40": {"numbers": 48, "ranks": 16, "world": "sim"},
+    "root=4: expected a whole number from 0 to 3": {"root": 4},
 }
-
-
-@pytest.mark.parametrize("words", NOT_WATCHED)
-def test_it_is_not_watched(words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        watch(**{"fn": lambda x: x, **NOT_WATCHED[words]})
+EXPLORED = {"operation", "network", "ranks", "root"}
+for words, settings in SETTINGS.items():
+    explored = partial(explore_collective, **settings)
+    REFUSED[words] = explored if EXPLORED & {*settings} else partial(watch, **WATCHED | settings)
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -16,6 +16,7 @@ from tests.viz.drawn import SVG, texts
 
 made = torch.Generator().manual_seed(0)
 A, B = (torch.randn(shape, generator=made, dtype=torch.float64) for shape in ((8, 12), (12, 8)))
+TWO_AXES = "A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B
 BOTH_CUT = "A[I, J_X] · B[J_X, K] → C[I, K]"
 
 
@@ -42,16 +43,13 @@ def test_before_and_after_each_collective():
     assert said[0] == "A[I, JX] · B[JX, K] → C[I, KX]"
     assert "C[I, KX] on 2 ranks equals the whole A · B." in said
     assert said.count("1 of 2") == 2 and "ReduceScatterX,K" in said
-    assert bytes_by_step(run.run.trace) == {
-        number: max(run.plan.sent_in(step)) for number, step in enumerate(run.plan.steps)
-    }
+    sent = [max(run.plan.sent_in(step)) for step in run.plan.steps]
+    assert bytes_by_step(run.run.trace) == dict(enumerate(sent))
     assert "256 B a rank" in said and "no message" in said
 
 
 def test_two_axes_on_gloo():
-    run = p101.sharding.run(
-        "A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2}, backend="gloo"
-    )
+    run = p101.sharding.run(*TWO_AXES, mesh={"X": 2, "Y": 2}, backend="gloo")
     assert [[letters for letters, _ in of] for of in held(run)] == [
         ["a", "b", "c", "d"],
         ["a"] * 4,
@@ -115,5 +113,4 @@ def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
             for rect in panel.iter(f"{SVG}rect"):
                 left = float(rect.get("x")) + float(moved[1])
                 assert left >= 0 and left + float(rect.get("width")) <= 480
-    two_axes = ("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B)
-    assert p101.sharding.run(*two_axes, mesh={"X": 2, "Y": 2}).picture().narrow is None
+    assert p101.sharding.run(*TWO_AXES, mesh={"X": 2, "Y": 2}).picture().narrow is None

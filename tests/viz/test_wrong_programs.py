@@ -206,6 +206,7 @@ def test_a_wrong_program_is_called_wrong(must):
     run = watched(WRONG[must])
     scene, tables = run.animate(), run.before_after()
     assert re.search(must, said(scene)), said(scene)
+    assert (">can't be read<" in tables.svg()) == ("can't be read" in must)
     if not re.search(VOUCHED, must):
         # a step may be called "all-reduce" in the middle of a run
         last = re.sub(r"^Step \d+ of \d+[^:]*: [^.]*\.", "", scene.stops[-1].label)
@@ -288,5 +289,7 @@ RIGHT: dict[str, tuple[str, Any]] = {  # the end of the last sentence
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_not(name):
     ending, program = RIGHT[name]
-    scene = watched(program).animate()
+    run = watched(program)
+    scene, tables = run.animate(), run.before_after()
     assert ending in scene.stops[-1].label and not scene.title.startswith("Messages"), said(scene)
+    assert ("mean of the data" in tables.stops[-1].label) == ("mean" in ending), said(tables)
