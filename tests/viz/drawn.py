@@ -93,7 +93,7 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False, sends: bool = False
         for child in node:
             walk(child, dx, dy, scale)
 
-    walk(ET.fromstring(scene.svg(t)), 0.0, 0.0, 1.0)
+    walk(ET.fromstring(scene.svg(t, theme="dark")), 0.0, 0.0, 1.0)
     return found
 
 

@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-
-
-def me(less: int = 0) -> tuple[int, int]:
-    """The rank, and the number of ranks, or too few of them."""
-    return dist.get_rank(), dist.get_world_size() - less
+from tests.viz.programs import me
 
 
 def exchange(outbox, to, inbox, source, wait_for=("receive", "send")):
@@ -61,48 +57,34 @@ def without_the_remainder(x):
     return ring(x[: len(x) // me()[1] * me()[1]])
 
 
-def gather(x, root=0, less=0):
-    rank, p = me(less)
-    if rank != root:
-        return dist.send(x, dst=root) if rank < p else None
-    parts = [x if r == root else torch.empty_like(x) for r in range(p)]
-    for other in {*range(p)} - {root}:
+def gather_of_three(x):
+    rank = me()[0]
+    if rank:
+        return dist.send(x, dst=0) if rank < 3 else None
+    parts = [x, torch.empty_like(x), torch.empty_like(x)]
+    for other in (1, 2):
         dist.recv(parts[other], src=other)
     return torch.cat(parts)
 
 
-def scatter(x, part):
-    """Rank 0 sends to each rank the part that `part(rank)` names."""
-    parts = x.chunk(me()[1])
-    if me()[0]:
-        dist.recv(mine := torch.empty_like(parts[0]), src=0)
-        return mine
-    for other in range(1, me()[1]):
-        dist.send(parts[part(other) % me()[1]], dst=other)
-    return parts[part(0)]
-
-
-def all_to_all(x, further=0, by_arrival=False, own=True):
-    """The parts are those for a rank that is `further`; or they are joined as they arrive."""
+def all_to_all_without_own_part(x):
     rank, p = me()
-    parts = x.chunk(p)
-    got = [torch.empty_like(parts[0]) for _ in range(p)]
-    for shift in range(0 if own else 1, p):
-        to, source = (rank + shift) % p, (rank - shift) % p
-        inbox = parts[(rank + further) % p].clone()
-        if shift:
-            exchange(parts[(to + further) % p], to, inbox, source)
-        got[shift if by_arrival else source] = inbox
-    return torch.cat(got)
+    parts = list(p101.all_to_all(x).chunk(p))
+    parts[rank] = torch.empty_like(parts[rank])
+    return torch.cat(parts)
 
 
-def star(x, roll=0, less=0):
-    """Rank 0 adds everything up and sends it back."""
-    rank, p = me(less)
+def rolled_by_rank(x):
+    return p101.all_to_all(x).roll(2 + 2 * me()[0])
+
+
+def star_of_three(x):
+    """Rank 0 adds everything up and sends it back, and forgets the last rank."""
+    rank, p = me()[0], 3
     if rank >= p:
         return x
     if rank:
-        return exchange(x.roll(roll), 0, torch.empty_like(x), 0)
+        return exchange(x, 0, torch.empty_like(x), 0)
     total, inbox = x.clone(), torch.empty_like(x)
     for other in range(1, p):
         dist.recv(inbox, src=other)
@@ -138,12 +120,12 @@ WRONG: dict[str, Any] = {
     "On every rank, the parts lie in the order d, c, b, a, and not in the ranks' order": (
         lambda x: torch.cat(all_gather(x).chunk(4)[::-1])
     ),
-    "On rank 0, the parts lie in the wrong order": lambda x: all_to_all(x, by_arrival=True),
+    "On rank 0, the parts lie in the wrong order": rolled_by_rank,
     # place
     "Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no result": (
-        lambda x: scatter(x, lambda rank: max(rank - 1, 0))
+        lambda x: p101.scatter(torch.cat([x[:2], x[:-2]]))
     ),
-    "Rank 0 ends with chunk b, which is rank 1's part": lambda x: all_to_all(x, further=1),
+    "Rank 0 ends with chunk b, which is rank 1's part": lambda x: p101.all_to_all(x.roll(-2)),
     # factor
     "On every rank, the result is 1/16 of the sum; the mean of 4 ranks is 1/4": (
         lambda x: p101.all_reduce(x) // 16
@@ -152,7 +134,7 @@ WRONG: dict[str, Any] = {
         lambda x: p101.all_reduce(x) // (4 if me()[0] == 2 else 1)
     ),
     # root
-    "Rank 1 ends with all 4 chunks": lambda x: gather(x, root=1),
+    "Rank 1 ends with all 4 chunks": lambda x: p101.gather(x, dst=1),
     "Every rank ends with all of rank 2's data": lambda x: p101.broadcast(x, 2),
     # dim
     "Every rank ends with all 4 chunks, joined along dim 1": (
@@ -165,15 +147,15 @@ WRONG: dict[str, Any] = {
     "the data of ranks 0–3 4 times": lambda x: p101.all_reduce(p101.all_reduce(x)),
     # mixed: shifted by one element
     "Elements from different positions were added together, on every rank": (
-        lambda x: star(x, roll=1)
+        lambda x: p101.all_reduce(x.roll(me()[0]))
     ),
     # a forgotten rank
     "On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's data": (
-        lambda x: star(x, less=1)
+        star_of_three
     ),
-    "No rank ends with rank 3's data": lambda x: gather(x, less=1),
+    "No rank ends with rank 3's data": gather_of_three,
     # unwritten, or zeros
-    "On rank 0, the result contains memory that was never": lambda x: all_to_all(x, own=False),
+    "On rank 0, the result contains memory that was never": all_to_all_without_own_part,
     r"No rank ends with any of the data\.": copied_before_the_wait,
     # a lost remainder
     "Of the 10 elements of each rank's tensor, 2 elements are in no result": (
