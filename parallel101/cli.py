@@ -182,10 +182,11 @@ def _jupyter(options: Sequence[str], folder: Callable[[], Path], copied: bool = 
     from parallel101.laboratory.publish.find import found_or_copied
 
     shown = found_or_copied(folder) if copied else folder()
-    # no news, and no check for updates
-    quiet = ["news_url=None", "check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    given = [*(f"--LabApp.{option}" for option in quiet), *(o for o in options if o != "--")]
-    LabApp.launch_instance(argv=[str(shown), *given])
+    # without the extension that asks about news and checks for updates
+    quiet = str(Path(__file__).parent / "laboratory/publish/jupyter_config")
+    others = os.environ.get("JUPYTER_CONFIG_PATH", "").split(os.pathsep)
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([quiet, *filter(None, others)])
+    LabApp.launch_instance(argv=[str(shown), *(o for o in options if o != "--")])
     return 0
 
 
