@@ -73,8 +73,6 @@ def test_a_link_leads_to_a_page_or_to_the_repository_or_is_text(tmp_path):
 
 
 CFF = """
-cff-version: 1.2.0
-message: If you use this software, please cite it.
 title: "parallel101: parallel training"
 version: 0.2.0
 date-released: 2027-03-02
