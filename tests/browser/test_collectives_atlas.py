@@ -55,7 +55,7 @@ CHOICES = (("all_reduce", "ring", 5, "switch"), ("all_reduce", "torus", 8, "toru
            ("all_gather", "bruck", 8, "ring"))  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", starmap(Choice, CHOICES), ids=str)
+@pytest.mark.parametrize("choice", [*starmap(Choice, CHOICES)], ids=str)
 def test_facts_and_picture_are_those_of_a_run_recorded_anew(browser, atlas, choice):
     atlas(choice)
     place = f"document.querySelector('.shown [data-algorithm={choice.algorithm}]')"
