@@ -40,16 +40,10 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
         or getattr(val, "__name__", "").isidentifier()
     ):
         return None
-    text = (
-        ", ".join(f"{name}={value!r}" for name, value in val.items())
-        if isinstance(val, dict) and val
-        else repr(val)
-    )
-    if (
-        isinstance(val, (dict, list, tuple, torch.dtype))
-        and len(text) <= 80
-        and " at 0x" not in text
-    ):
+    options = val.items() if isinstance(val, dict) else ()
+    text = ", ".join(f"{name}={value!r}" for name, value in options) or repr(val)
+    known = isinstance(val, (dict, list, tuple, torch.dtype)) and " at 0x" not in text
+    if known and len(text) <= 80:
         return text.removeprefix("torch.")
     raise pytest.Collector.CollectError(
         f"no readable test id can be made from {argname}={text:.80}; pass ids=[…] or "

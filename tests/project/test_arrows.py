@@ -125,24 +125,16 @@ class Parsed(NamedTuple):
 
 @cache
 def parsed(path):
-    ours, libraries = ([], []), set()  # by whether a function imports it
-    tree = ast.parse(path.read_text())
-
-    def visit(node, inside):
-        for child in ast.iter_child_nodes(node):
-            for name in imported(child):
-                library = name.partition(".")[0]
-                if library == "parallel101":
-                    ours[inside].append(below(name))
-                libraries.add(library)
-            visit(
-                child,
-                inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
-            )
-
-    visit(tree, inside=False)
+    tree, ours, libraries = ast.parse(path.read_text()), (set(), set()), set()
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    called = {n for f in ast.walk(tree) if isinstance(f, functions) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        for name in imported(node):
+            libraries.add(name.partition(".")[0])
+            if name.partition(".")[0] == "parallel101":
+                ours[node in called].add(below(name))
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    return Parsed(*map(set, ours), libraries, classes)
+    return Parsed(*ours, libraries, classes)
 
 
 def test_every_room_is_drawn():
