@@ -20,9 +20,7 @@ import pytest
 from parallel101.laboratory.grade import command, isolation, submissions
 from parallel101.laboratory.grade.exercise import Draw
 from parallel101.laboratory.grade.grades import class_table, gradescope_results
-from parallel101.laboratory.grade.grading import PUBLIC_SEED
 from parallel101.laboratory.grade.handed_in import read, submissions_in
-from parallel101.laboratory.grade.homework import HomeworkSet, find_sets
 from parallel101.laboratory.grade.learner import report_on
 from parallel101.laboratory.grade.release import release
 from parallel101.laboratory.grade.remote import SubmissionRanks
@@ -72,15 +70,6 @@ def swap_again(x):
 """
 
 
-@pytest.fixture
-def homework(tmp_path) -> HomeworkSet:
-    folder = tmp_path / "homework" / "hw9_swap"
-    folder.mkdir(parents=True)
-    (folder / "test_hw9.py").write_text(TESTS)
-    (folder / "hw9.py").write_text(STUB)
-    return find_sets(folder)[0]
-
-
 def handed_in(folder: Path, content: dict[str, str | bytes]) -> Path:
     for name, text in content.items():
         file = folder / name
@@ -95,20 +84,17 @@ def notebook(*cells: str) -> str:
     )
 
 
-def test_a_result_for_each_exercise_with_points_misconception_and_text(homework, tmp_path):
+def test_there_is_a_result_from_the_beginning_on(homework, tmp_path):
     written: list[dict] = []
     path = handed_in(tmp_path / "alice", {"hw9.py": HEAD + RIGHT + FIRST})
     result = grade_submission(path, homework, "a seed", lambda part: written.append(deepcopy(part)))
-    assert [result[k] for k in ("student", "points", "out_of", "complete")] == ["alice", 4, 8, True]
-    first, second = (entry["misconception"] for entry in result["exercises"])
-    assert first is None and second["name"] == "everyone sends first"
-    # partial results, from the beginning
     assert [sum(entry["graded"] for entry in part["exercises"]) for part in written] == [0, 1, 2, 2]
     tests = gradescope_results(result)["tests"]
     said = [(test["score"], test["max_score"], test["status"]) for test in tests]
     assert said == [(4, 4, "passed"), (0, 4, "failed")]
     assert "rank 0 waits in send to rank 1, at hw9.py:11" in tests[1]["output"]
-    assert "not graded" in gradescope_results(written[1])["tests"][1]["output"]
+    waits = gradescope_results(written[1])["tests"][1]
+    assert "not graded" in waits["output"] and waits["status"] == "failed"
 
 
 OFFICIAL = notebook("import hw9", HEAD, RIGHT + "    # hw9", "check(hw9.swap)")
@@ -319,7 +305,7 @@ def test_a_failure_of_the_grader_costs_one_exercise_or_submission(homework, tmp_
     assert "no space left" in bob["exercises"][0]["problem"]
 
 
-def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, capsys):
+def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path):
     content = {"alice/hw9.py": HEAD + RIGHT + FIRST, "bob.py": HEAD + FIRST, "carol/notes.txt": ""}
     folder, results = handed_in(tmp_path / "all", content), tmp_path / "results"
     paths = submissions_in(folder, homework)
@@ -331,25 +317,13 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
     assert [result["points"] for result in graded] == [4, 4, 0]
     now = {file.name: file.stat().st_mtime_ns for file in results.iterdir()}
     assert now.keys() == stamps.keys() and dict(now.items() - stamps.items()).keys() == {"bob.json"}
-    assert command.handed_in(homework.folder, folder, json=results, csv=tmp_path / "class.csv") == 0
-    again = json.loads((results / "alice.json").read_text())  # with the public seed
-    assert again["hash"] == empty_result(paths[0], homework, PUBLIC_SEED)["hash"]
-    alice = (tmp_path / "class.csv").read_text().splitlines()[1]
-    assert alice == "alice,4.0,8,4.0,,,0.0,deadlock,everyone sends first"
-    said = capsys.readouterr().out
-    assert "3 submissions, 2.7 of 8 points on average" in said
-    assert "1 of 3 learners: everyone sends first (exercise 2)" in said
-
-
-def program(folder: Path, code: str, **options) -> subprocess.Popen:
-    """A process that runs a script."""
-    (folder / "script.py").write_text(code)
-    environ, script = {**os.environ, "PYTHONPATH": str(ROOT)}, [sys.executable, "script.py"]
-    return subprocess.Popen(script, cwd=folder, env=environ, text=True, **options)
+    (again, *_) = grade_class(paths, homework, results, seed="another", progress=False)
+    assert again["hash"] == empty_result(paths[0], homework, "another")["hash"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_class_that_is_ended_leaves_no_process(homework, tmp_path, sent):
     stays = "import time\ndef swap(x): time.sleep(60)\n"
     folder = handed_in(tmp_path / "all", {f"{n}/hw9.py": stays for n in range(9)})
     code = f"""if __name__ == "__main__":
@@ -358,60 +332,33 @@ def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
     results = Path({str(tmp_path / "results")!r})
     handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=results, jobs=2)
 """
-    # a shell lets background jobs ignore it, and so what they start
-    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    process = program(tmp_path, code, stderr=subprocess.PIPE, **default)
+    handed_in(tmp_path, {"script.py": code})
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell lets background jobs ignore it, and so what they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     graded, below = psutil.Process(process.pid), []
     while len(below) < 8:  # two processes, their fork servers, two ranks each, the resource tracker
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.1)
         below = graded.children(recursive=True)
-    os.kill(process.pid, signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
-    assert not psutil.wait_procs(below, timeout=10)[1]
-
-
-CHILD = """
-import multiprocessing, threading
-def child(told):
-    from parallel101.laboratory.grade import submissions
-    submissions._end_when_told()
-    told.send("ready")
-    threading.Event().wait()  # as a process of the pool waits for the next submission
-if __name__ == "__main__":
-    spawn = multiprocessing.get_context("spawn")
-    found, told = spawn.Pipe(False)
-    process = spawn.Process(target=child, args=(told,))
-    process.start()
-    print(found.recv() and process.pid, flush=True)
-    process.join()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_after_kill_9_no_process_of_the_pool_stays(tmp_path):
-    """(Nor its fork server, which ends with it: tests/ranks.)"""
-    with program(tmp_path, CHILD, stdout=subprocess.PIPE) as process:
-        of_the_pool = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-    assert not psutil.wait_procs([of_the_pool], timeout=20)[1]
-
-
-def test_sigterm_ends_the_grader_as_ctrl_c_does(homework, tmp_path, monkeypatch):
-    """With its clean-up: the default action would leave processes and folders."""
-    monkeypatch.setattr(command, "grade_submission", lambda *_: signal.raise_signal(signal.SIGTERM))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            command.handed_in(homework.folder, None)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == 128 + signal.SIGTERM
+    process.send_signal(signal.Signals[sent])
+    said = process.communicate(timeout=30)[1]
+    ended = {"SIGINT": -signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
+    assert process.returncode == ended[sent] and ("KeyboardInterrupt" in said) == (sent == "SIGINT")
+    assert not psutil.wait_procs(below, timeout=20)[1]
+    # its folders are gone, if the system left it the time
+    assert sent == "SIGKILL" or not list(tmp_path.glob("parallel101_*"))
 
 
 def test_a_pool_whose_process_is_killed_gives_each_learner_a_row(homework, tmp_path, monkeypatch):
     pool = MagicMock(**{"return_value.__exit__.return_value": None})
-    killed = {"result.side_effect": BrokenProcessPool("killed")}
+    killed = {"exception.return_value": BrokenProcessPool("killed")}
     pool.return_value.__enter__.return_value.submit = lambda *_: MagicMock(**killed)
     monkeypatch.setattr(submissions, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(submissions, "as_completed", list)

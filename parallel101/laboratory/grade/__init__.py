@@ -7,17 +7,16 @@
                    a rank that runs the learner's code, and what that code can't reach
     remote.py      the grader's side: the rank's messages on the sim
     frames.py      what rank.py and remote.py send each other
-    endings.py     how a run may end early, in words for the learner
     grading.py     runs the cases, judges the checks and counts the points
-    learner.py     adds a picture, the predictions and the progress (homework.py)
     exercise_report.py
-                   what the learner sees
-    notebook.py    p101.check, p101.hint and p101.predict
+                   the verdict that the learner sees, and how a run may end early, in words
+    learner.py     p101.check, p101.hint and p101.predict: adds a picture, the predictions and the
+                   progress (homework.py)
     handed_in.py, submissions.py
                    reads what was handed in, and grades one submission or a class
-    grades.py      results as JSON, CSV, Gradescope's, and the tables of a learner and a class
-    release.py, stubs.py
-                   what a teacher hands out, if it gives no solution away
+    grades.py      results as JSON, CSV and Gradescope's, the tables of a learner and a class, and a
+                   page of feedback
+    release.py     what a teacher hands out, if it gives no solution away
 
 The rules that exercises of one kind share are in exercises/, beside this folder. The grade is
 decided in a process that never runs the learner's code.

@@ -60,16 +60,23 @@ def difference(found: Any, expected: Any) -> str | None:
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
     """Return whether two tensors of one shape hold the same numbers, up to a tolerance.
 
-    The tolerance is relative to the largest expected number. Equal numbers may be infinite.
+    The tolerance is relative to the largest finite number that is expected. Equal numbers may be
+    infinite.
     """
-    if found.shape != expected.shape:
-        return False
-    if torch.equal(found, expected) or not expected.dtype.is_floating_point:
-        return torch.equal(found, expected)
-    largest = expected.abs().max().item() if expected.numel() else 0.0
-    relative = TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance
-    limit = relative * max(largest, 1e-30)
-    return bool(((found.double() - expected.double()).abs() <= limit).all())  # NaN is never close
+    return found.shape == expected.shape and not _differs(found, expected, tolerance).any()
+
+
+def _differs(
+    found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None
+) -> torch.Tensor:
+    """Return where two tensors of one shape are not close, as `close` says. NaN never is."""
+    near = found == expected
+    if expected.dtype.is_floating_point and expected.numel():
+        relative = TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance
+        largest = expected.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+        apart = (found.double() - expected.double()).abs()
+        near = near | (apart <= relative * max(largest, 1e-30))
+    return ~near
 
 
 def factor(found: Any, expected: Any) -> float | None:
@@ -77,15 +84,8 @@ def factor(found: Any, expected: Any) -> float | None:
 
     None if there is no such factor.
     """
-    tensors = isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-    if not tensors or found.shape != expected.shape:
-        return None
-    mine, theirs = (t.detach().double().flatten() for t in (found, expected))
-    norm = float(theirs @ theirs)
-    if not norm or not bool(mine.any()) or not bool(torch.isfinite(mine).all()):
-        return None
-    k = float(mine @ theirs) / norm
-    return k if abs(k - 1) > 1e-6 and close(mine, k * theirs, 1e-4) else None
+    solved = _combination(found, [expected])
+    return None if solved is None or abs(solved[0] - 1) <= 1e-6 else solved[0]
 
 
 def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
@@ -94,17 +94,22 @@ def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
     For example, [1, 2, 1] is a sum in which rank 1 was counted twice. There must be more elements
     than parts: with fewer, everything is such a sum.
     """
-    if not isinstance(found, torch.Tensor) or found.numel() <= len(parts):
+    solved = _combination(found, parts)
+    enough = solved is not None and found.numel() > len(parts)
+    return [round(c, 6) for c in solved or ()] if enough else None
+
+
+def _combination(found: Any, parts: Sequence[Any]) -> list[float] | None:
+    """Return the c_r for which `found`, which isn't zero, is Σ c_r·parts[r], or None."""
+    tensors = all(isinstance(one, torch.Tensor) for one in (found, *parts))
+    if not tensors or any(found.shape != part.shape for part in parts):
         return None
-    if any(found.shape != part.shape for part in parts):
-        return None
-    mine = found.double().flatten()
-    matrix = torch.stack([part.double().flatten() for part in parts], 1)
-    if not bool(torch.isfinite(mine).all()) or not bool(mine.any()):
+    mine, *columns = (one.detach().double().flatten() for one in (found, *parts))
+    matrix = torch.stack(columns, 1)
+    if not bool(mine.any()) or not bool(torch.isfinite(torch.cat([matrix.flatten(), mine])).all()):
         return None
     solved = torch.linalg.lstsq(matrix, mine[:, None]).solution.flatten()
-    fits = close(mine, matrix @ solved, 1e-4)
-    return [round(c, 6) for c in solved.tolist()] if fits else None
+    return solved.tolist() if close(mine, matrix @ solved, 1e-4) else None
 
 
 def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
@@ -147,8 +152,7 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
         return (
             f"NaN in {missing} of {found.numel()} values; memory that was never written is NaN here"
         )
-    limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
-    wrong = ((found.double() - expected.double()).abs() > limit).nonzero().tolist()
+    wrong = _differs(found, expected).nonzero().tolist()
     place = wrong[0]
     numbers = told_apart(found[tuple(place)].item(), expected[tuple(place)].item())
     return (

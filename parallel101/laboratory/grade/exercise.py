@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel101.laboratory.record import signatures
+from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.sim.network import Network
 
 if TYPE_CHECKING:
@@ -82,15 +83,6 @@ class Case:
         return f"{ranks}, {self.note}" if self.note else ranks
 
 
-@dataclass(frozen=True)
-class Unwaited:
-    """A call that a rank posted and never waited for."""
-
-    rank: int
-    kind: str  # "send", "recv", or a collective's name
-    where: str
-
-
 @dataclass(eq=False)  # so that a rule can remember what it found in a trial
 class Trial:
     """The results and the record of one case.
@@ -99,8 +91,8 @@ class Trial:
         results: what each rank returned; None for a rank that did not return.
         trace: the record. On `case.network`, `trace.makespan` is the number of steps, or whatever
             time the network gives.
-        error: what ended the run early: a DeadlockError, a MisuseError, or one of remote.py's
-            errors. None if all ranks returned.
+        error: what ended the run early: a DeadlockError, a MisuseError or a GradedRunFailed. None
+            if all ranks returned.
         unwaited: the calls of ranks that returned, which they never waited for.
         changed: by rank, the places of the arguments that its function changed, which must be
             tensors.
@@ -114,14 +106,11 @@ class Trial:
     results: list[Any]
     trace: Trace
     error: BaseException | None = None
-    unwaited: list[Unwaited] = field(default_factory=list)
+    unwaited: list[Call] = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
     shared: list[list[int]] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
     world: str = "relay"
-
-    def __post_init__(self) -> None:
-        self.trace.need_all_events("A grade")
 
     @property
     def world_size(self) -> int:
@@ -257,10 +246,8 @@ class Draw:
     """
 
     def __init__(self, seed: str, exercise: str = ""):
-        number = int.from_bytes(
-            hashlib.sha256(f"{seed}:{exercise}".encode()).digest()[:7], "little"
-        )
-        self.generator = torch.Generator().manual_seed(number)
+        digest = hashlib.sha256(f"{seed}:{exercise}".encode()).digest()
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
     def integer(self, low: int, high: int) -> int:
         """Return a whole number from `low` to `high`, both included."""
@@ -288,13 +275,11 @@ class Draw:
 
 def find(exercises: Sequence[Exercise], function: str) -> Exercise:
     """Return the exercise whose function has this name."""
-    for exercise in exercises:
-        if exercise.function == function:
-            return exercise
-    raise ValueError(
-        f"no exercise asks for a function {function!r}; there are "
-        f"{', '.join(e.function for e in exercises)}"
-    )
+    by_function = {exercise.function: exercise for exercise in exercises}
+    if function not in by_function:
+        there = ", ".join(by_function)
+        raise ValueError(f"no exercise asks for a function {function!r}; there are {there}")
+    return by_function[function]
 
 
 def load_exercises(path: Path) -> list[Exercise]:

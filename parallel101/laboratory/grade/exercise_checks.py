@@ -17,6 +17,7 @@ import torch
 
 from parallel101.laboratory.grade.compared_values import difference, same
 from parallel101.laboratory.grade.exercise import (
+    P2P,
     Case,
     Check,
     Exercise,
@@ -104,9 +105,7 @@ def at_most(
 
 
 def bytes_sent(
-    expected: Callable[[Case], Sequence[int]],
-    says: str,
-    slack: Callable[[Case], int] | None = None,
+    expected: Callable[[Case], Sequence[int]], says: str, slack: Callable[[Case], int] | None = None
 ) -> Check:
     """Return a check that every rank sends at most these bytes, by rank, and `slack` more.
 
@@ -146,8 +145,8 @@ def steps(
 
 def _most_messages(trial: Trial) -> int:
     """Return the number of messages of the rank that sends, or receives, the most of them."""
-    messages = [e for e in trial.trace.events if e.kind in ("send", "recv") and e.nbytes > 16]
-    return max(Counter((e.rank, e.kind) for e in messages).values(), default=0)
+    large = ((e.rank, e.kind) for e in trial.trace.events if e.kind in P2P and e.nbytes > 16)
+    return max(Counter(large).values(), default=0)
 
 
 def ring_neighbours(says: str) -> Check:
@@ -174,7 +173,7 @@ def small_messages(trial: Trial, most_bytes: int = 64) -> int:
     """
     sizes: list[list[int]] = [[] for _ in range(trial.world_size)]
     for event in trial.trace.events:
-        if event.kind in ("send", "recv") and event.nbytes <= 16:
+        if event.kind in P2P and event.nbytes <= 16:
             sizes[event.rank].append(event.nbytes)
     return max(sum(total <= most_bytes for total in accumulate(sorted(own))) for own in sizes)
 
@@ -209,20 +208,17 @@ RING_FACTOR = {"all_reduce": 2, **dict.fromkeys(RING_ONCE, 1)}
 def _of_collective(event: Event, n: int) -> tuple[int, int]:
     """Return the bytes that a rank sends and receives in one of torch's own collectives; else 0."""
     others = round(event.nbytes * (n - 1) / n)
-    if event.kind == "gather":
-        return (0, others) if event.rank == event.peer else (event.nbytes, 0)
-    if event.kind == "scatter":
-        return (others, 0) if event.rank == event.peer else (0, event.nbytes)
+    if event.kind in ("gather", "scatter"):
+        gathered = (0, others) if event.rank == event.peer else (event.nbytes, 0)
+        return gathered if event.kind == "gather" else gathered[::-1]
     moved = round(event.nbytes * RING_FACTOR.get(event.kind, 0) * (n - 1) / n)
     return moved, moved
 
 
 def tolerated(check: Check, trials: Sequence[Trial]) -> str:
     """Return what differs from `check` and is allowed all the same; "" if nothing is."""
-    for trial in reversed(trials):
-        if (what := check.allowed(trial)) is not None:
-            return f"{trial.case.label}: {what}"
-    return ""
+    told = ((what, trial) for trial in reversed(trials) if (what := check.allowed(trial)))
+    return next((f"{trial.case.label}: {what}" for what, trial in told), "")
 
 
 def too_few_bytes(exercise: Exercise, trial: Trial) -> str | None:
@@ -302,10 +298,7 @@ def wrong_trials(trials: Sequence[Trial], least: int = 1) -> list[Trial]:
 
 def right(trial: Trial) -> bool:
     """Return whether every rank returned the expected values."""
-    return trial.error is None and all(
-        same(found, expected)
-        for found, expected in zip(trial.results, trial.case.expected, strict=True)
-    )
+    return trial.error is None and same(trial.results, trial.case.expected)
 
 
 def everyone_waits_in(kind: str) -> Callable[[Sequence[Trial]], bool]:
@@ -366,7 +359,7 @@ MESSAGES = (  # wherever a call may return a work
         "collective's wait forgotten",
         "A collective with async_op=True only starts. Nobody waits for the work that it returns, "
         "so its result may never arrive.",
-        lambda trials: any(c.kind not in ("send", "recv") for t in trials for c in t.unwaited),
+        lambda trials: any(call.kind not in P2P for trial in trials for call in trial.unwaited),
     ),
 )
 CHANGES_ITS_INPUT = Misconception(
@@ -424,7 +417,7 @@ def not_every_rank(trials: Sequence[Trial]) -> bool:
 def rank_missing(error: BaseException | None) -> bool:
     """Return whether not all ranks have called the collective that ended the run."""
     if isinstance(error, DeadlockError):
-        kinds = {kind for kind, _, _ in error.waiting.values()} - {"send", "recv"}
+        kinds = {kind for kind, _, _ in error.waiting.values()} - P2P
         return bool(kinds) and (bool(error.returned) or len(kinds) > 1)
     return isinstance(error, MisuseError) and "call different operations" in str(error)
 

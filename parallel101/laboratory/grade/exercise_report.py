@@ -24,10 +24,12 @@ from parallel101.laboratory.grade.exercise_checks import rank_missing
 from parallel101.laboratory.grade.homework import set_name
 from parallel101.laboratory.record.errors import DeadlockError
 from parallel101.laboratory.record.program_lines import shown
-from parallel101.laboratory.record.units import listed
+from parallel101.laboratory.record.units import listed, sentence
 
 WIDTH = 96  # characters of a line in a terminal
 MOST_LINES = 12  # that are shown of what one rank printed
+CSS = Path(__file__).with_name("report.css")
+STYLE = f"<style>{CSS.read_text(encoding='utf-8')}</style>"
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 MOST_SAID = 600  # characters of a learner's own error
 SYNTAX = dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), "syntax error")
@@ -278,6 +280,8 @@ class ExerciseVerdict:
             kind = getattr(self.error, "kind", "")
             how = "not written" if no_function else how_it_ended(self.error)
             return ENDINGS[how].reason.format(kind=REASONS.get(kind, kind))
+        if not self.findings:
+            return "not graded"
         failed = [finding.kind for finding in self.findings if not finding.passed]
         # the others count only with the right value
         return "wrong value" if "value" in failed else ", ".join(dict.fromkeys(failed))
@@ -294,29 +298,25 @@ class ExerciseVerdict:
         return "\n".join(lines)
 
     @property
-    def _summary(self) -> str:
-        """The first thing to know."""
-        if self.not_written:
-            name = self.exercise.function
-            return f"{name} is not written yet. Write it in {self.file}, then check it again."
-        sizes = sorted({trial.world_size for trial in self.trials})
-        runs, ranks = len(self.trials), f"{listed(sizes)} rank{'s' * (sizes != [1])}"
-        ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {self.seconds:.1f} s"
-        return f"{'Everything holds' if self.passed else 'Not right yet'}: {ran}."
-
-    @property
     def _rows(self) -> Iterator[ReportRow]:
-        exercise, mistake = self.exercise, self.misconception
+        exercise, mistake, runs = self.exercise, self.misconception, len(self.trials)
         title = f"{exercise.number} · {exercise.title}: {exercise.function}"
         yield ReportRow("head", title, right=self._points)
-        yield ReportRow("", text=self._summary)
+        sizes = sorted({trial.world_size for trial in self.trials})
+        ranks = f"{listed(sizes)} rank{'s' * (sizes != [1])}"
+        ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {self.seconds:.1f} s"
+        summary = f"{'Everything holds' if self.passed else 'Not right yet'}: {ran}."
+        if self.not_written:
+            summary = f"{exercise.function} is not written yet. Write it in {self.file}, then "
+            summary += "check it again."
+        yield ReportRow("", text=summary)
         for kind, says, passed, points, out_of, message in self.findings:
             if not self.not_written:
                 right = f"{number(points)} of {number(out_of)}" if out_of else ""
                 look, mark = ("holds", "✓") if passed else ("fails", "✗")
                 yield ReportRow(look, says, message, right, f"{mark} {kind}")
         if mistake:
-            yield ReportRow("mistake", f"{capital(mistake.name)}.", mistake.says)
+            yield ReportRow("mistake", sentence(mistake.name), mistake.says)
         if self.problem and not self.not_written:
             calls = [f"  {call}" for call in getattr(self.error, "calls", ())]
             text = "\n".join([self.problem, *(["called from:", *calls] if calls else [])])
@@ -389,36 +389,3 @@ def prediction_row(exercise: Exercise, prediction: Prediction) -> ReportRow:
 def number(value: float) -> str:
     """Return a number as short text: 2.5 → "2.5", 10.0 → "10", 12345 → "12,345"."""
     return f"{value:,.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else f"{value:,}"
-
-
-def capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-# Text and background are the page's own. The marks have a contrast of at least 3 against white and
-# against black.
-STYLE = """<style>
-.p101g { box-sizing: border-box; max-width: 960px; margin: 4px 0 12px; padding: 14px 20px;
-  border: 1px solid #8899aa66; border-radius: 10px;
-  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-  font-variant-numeric: tabular-nums }
-.p101g-row { display: flex; gap: 14px; margin: 4px 0; white-space: pre-line }
-.p101g-row > div { flex: 1 }
-.p101g-row > b { min-width: 84px }
-.p101g-row > b:empty { display: none }
-.p101g-row > span { white-space: nowrap }
-.p101g-row strong { font-weight: 400 }
-.p101g-head { font-size: 18px }
-.p101g-head > *, .p101g-head strong, .p101g-mistake strong { font-weight: 600 }
-.p101g-holds, .p101g-fails, .p101g-answer { border-top: 1px solid #8899aa44; padding-top: 4px }
-.p101g-holds > b { color: #2a9150 }
-.p101g-fails > b { color: #d9570f }
-.p101g-soft, .p101g-holds > div div, .p101g-fails > div div { opacity: .78 }
-.p101g-mistake { margin: 10px 0; padding: 8px 14px; border-left: 4px solid #d9570f;
-  background: #d9570f1a; border-radius: 0 6px 6px 0 }
-.p101g summary { margin-top: 8px; cursor: pointer; font-weight: 600 }
-.p101g pre { margin: 6px 0; padding: 8px 12px; overflow-x: auto; white-space: pre;
-  background: #8899aa1a; border-radius: 6px; color: inherit;
-  font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }
-@media print { .p101g pre { white-space: pre-wrap; overflow-wrap: anywhere } }
-</style>"""

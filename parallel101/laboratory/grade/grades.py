@@ -24,16 +24,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from parallel101.laboratory.grade.exercise import Exercise
 from parallel101.laboratory.grade.exercise_report import (
     STYLE,
     ExerciseVerdict,
     ReportRow,
-    capital,
     number,
 )
 from parallel101.laboratory.grade.homework import HomeworkSet
 from parallel101.laboratory.grade.plain_text import cell, plain, write_whole
+from parallel101.laboratory.record.units import sentence
 
 # of one submission, as JSON: student, set, hash, points, out_of, complete, exercises, and a note on
 # the choice of its file
@@ -41,36 +40,24 @@ Result = dict[str, Any]
 Row = dict[str, Any]  # an exercise's result, with its set, the learner's file and the picture
 
 
-def ungraded(exercise: Exercise) -> dict[str, Any]:
-    """Return the result of an exercise before it is graded: no points."""
+def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
+    """Return a verdict as JSON, with its report as text.
+
+    A verdict without findings is that of an exercise that is not graded yet: no points.
+    """
+    exercise, mistake = verdict.exercise, verdict.misconception
     return {
         "number": exercise.number,
         "function": exercise.function,
         "title": exercise.title,
-        "points": 0.0,
-        "out_of": exercise.points,
-        "graded": False,
-        "not_written": False,
-        "reason": "not graded",  # why points are missing, in a word or two
-        "misconception": None,
-        "problem": "",
-        "text": "",  # what the learner reads about it
-        "findings": [],
-        "seconds": 0.0,
-    }
-
-
-def exercise_result(verdict: ExerciseVerdict, text: str = "") -> dict[str, Any]:
-    """Return a verdict as JSON, with its report as text."""
-    mistake = verdict.misconception
-    return ungraded(verdict.exercise) | {
         "points": verdict.points,
-        "graded": True,
+        "out_of": exercise.points,
+        "graded": bool(verdict.findings),
         "not_written": verdict.not_written,
-        "reason": plain(verdict.reason),
-        "problem": plain(verdict.problem),
-        "text": text,
+        "reason": plain(verdict.reason),  # why points are missing, in a word or two
         "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
+        "problem": plain(verdict.problem),
+        "text": text,  # what the learner reads about it
         "findings": [
             f._asdict() | {"points": round(f.points, 2), "out_of": round(f.out_of, 2)}
             for f in verdict.findings
@@ -185,10 +172,7 @@ def exercise_text(entry: dict[str, Any]) -> str:
 
 
 def write_page(
-    path: Path,
-    homework: HomeworkSet,
-    result: dict[str, Any],
-    verdicts: Mapping[str, ExerciseVerdict],
+    path: Path, homework: HomeworkSet, result: Result, verdicts: Mapping[str, ExerciseVerdict]
 ) -> None:
     """Write the page of a graded submission, one HTML file that works offline: all, or nothing.
 
@@ -204,10 +188,14 @@ def write_page(
     student, total = str(result["student"]), f"{number(result['points'])} of {result['out_of']:g}"
     said = result["note"] if verdicts else result["exercises"][0]["problem"]
     problem = f"<p>{escape(said)}</p>" if said else ""
-    rows = "".join(
-        f'<a href="#{entry["function"]}" style="all: unset">{_row(entry).html}</a>'
-        for entry in result["exercises"]
-    )
+    rows = ""
+    for entry in result["exercises"]:
+        points, mistake = "practice", entry["misconception"] or {"name": ""}
+        if entry["out_of"]:
+            points = f"{number(entry['points'])} of {entry['out_of']:g}"
+        why = ": ".join(filter(None, (entry["reason"], mistake["name"])))
+        row = ReportRow("answer", entry["title"], why and sentence(why), points, entry["number"])
+        rows += f'<a href="#{entry["function"]}" style="all: unset">{row.html}</a>'
     body = "".join(
         f'<section id="{name}" style="margin-top: 40px">{verdict._repr_html_()}</section>'
         for name, verdict in verdicts.items()
@@ -220,13 +208,6 @@ def write_page(
     )
     with suppress(OSError):
         write_whole(path, page)
-
-
-def _row(entry: dict[str, Any]) -> ReportRow:
-    points = f"{number(entry['points'])} of {entry['out_of']:g}" if entry["out_of"] else "practice"
-    mistake = entry["misconception"]
-    why = ": ".join(filter(None, (entry["reason"], mistake["name"] if mistake else "")))
-    return ReportRow("answer", entry["title"], capital(why), points, entry["number"])
 
 
 def title(homework: HomeworkSet) -> str:

@@ -79,21 +79,18 @@ def _read(path: Path, homework: HomeworkSet) -> Submission:
             f"defines one of {', '.join(wanted)}",
             "wrong file name",
         )
-    # None: not read from disk again
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     # a file with another name may be among other learners' files
     own_folder = path.is_dir() or chosen.name == homework.code.name
     note = "" if chosen == files[0] else f"{plain_name(files[0])} has none of the functions. "
     for other in programs:
         if more := written[other] - written[chosen]:
             note += f"{plain_name(other)} has {', '.join(sorted(more))}, which isn't graded. "
-    return Submission(
-        Path(name),
-        text,
-        dict(_neighbours(chosen, path)) if own_folder else {},
-        homework.code.stem,
-        note and f"{name} is graded. {note.strip()}",
-    )
+    beside = dict(_neighbours(chosen, path)) if own_folder else {}
+    note = note and f"{name} is graded. {note.strip()}"
+    submission = Submission(Path(name), text, beside, homework.code.stem, note)
+    for named, source in submission.sources.items():  # None: not read from disk again
+        linecache.cache[named] = (len(source), None, source.splitlines(keepends=True), named)
+    return submission
 
 
 def _program(file: Path, path: Path, homework: HomeworkSet) -> str:

@@ -52,7 +52,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -166,8 +166,7 @@ def isolate(job: dict[str, Any]) -> str:
     with suppress(ImportError, OSError, ValueError):
         import resource
 
-        with open("/proc/self/statm") as statm:
-            most = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MOST_MEMORY
+        most = psutil.Process().memory_info().vms + MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
@@ -253,37 +252,25 @@ def _only_own_files(scratch: str) -> None:
     rights = (1 << 12 + min(version, 3)) - 2
     handled = struct.pack("QQQ", rights, 0, SCOPES)[: 24 if version >= SCOPES_SINCE else 8]
     rules = _call(CREATE_RULESET, handled, len(handled), 0)
-    try:
-        for path in (*SYSTEM, *filter(os.path.isabs, _folders())):
-            _allow(rules, path, (READ_FILE | READ_DIR) & rights)
-        for path in (scratch, *WRITTEN):
-            _allow(rules, path, rights)
-        ctypes.CDLL(None).prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        _call(RESTRICT_SELF, rules, 0)
-    finally:
-        os.close(rules)
-
-
-def _folders() -> Iterator[str]:
-    """Yield the folders of Python's modules, and of the libraries that they load."""
-    yield from sys.path
-    yield from (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-    yield os.path.dirname(torch.__file__)
-    yield from (os.path.join(prefix, "lib") for prefix in {sys.prefix, sys.base_prefix})
-    yield from os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-
-
-def _allow(rules: int, path: str, rights: int) -> None:
-    try:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # it isn't there, or this user can't reach it
-        return
-    try:
-        allowed = rights if os.path.isdir(path) else rights & OF_FILES
-        beneath = struct.pack("=Qi", allowed, fd)
+    folders = [  # of Python's modules, and of the libraries that they load
+        *(*sys.path, os.path.dirname(torch.__file__)),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")),
+        *(os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)),
+        *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep),
+    ]
+    read = (*SYSTEM, *filter(os.path.isabs, folders))
+    allowed = dict.fromkeys(read, (READ_FILE | READ_DIR) & rights)
+    for path, granted in (allowed | dict.fromkeys((scratch, *WRITTEN), rights)).items():
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # it isn't there, or this user can't reach it
+            continue
+        beneath = struct.pack("=Qi", granted & (rights if os.path.isdir(path) else OF_FILES), fd)
         _call(ADD_RULE, rules, PATH_BENEATH, beneath, 0)
-    finally:
         os.close(fd)
+    ctypes.CDLL(None).prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _call(RESTRICT_SELF, rules, 0)
+    os.close(rules)
 
 
 def _call(number: int, *arguments: object) -> int:

@@ -51,7 +51,9 @@ def check(function: Callable[..., Any]) -> None:
         ValueError: no exercise asks for this function.
     """
     exercise, homework = exercise_of(function)
-    _show(check_file(exercise, homework, _note(function, homework.code)))
+    verdict = check_file(exercise, homework)
+    verdict.note = _note(function, homework.code)
+    _show(verdict)
 
 
 def hint(function: Callable[..., Any]) -> None:
@@ -169,10 +171,7 @@ def _show(what: object) -> None:
 
 
 def check_file(
-    exercise: Exercise,
-    homework: HomeworkSet,
-    note: str = "",
-    submission: Submission | None = None,
+    exercise: Exercise, homework: HomeworkSet, submission: Submission | None = None
 ) -> ExerciseVerdict:
     """Grade one exercise as its file is now, or as it was when it was read, and draw it.
 
@@ -183,7 +182,6 @@ def check_file(
     submission = submission or read(homework.code, homework)
     progress = Progress(homework.folder)
     verdict = report_on(exercise, submission, progress=progress)
-    verdict.note = note
     if not verdict.not_written:
         verdict.suggestion = suggestion(verdict, progress)
         path = homework.folder / "pictures" / f"{exercise.function}.html"

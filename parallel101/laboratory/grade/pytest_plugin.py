@@ -7,7 +7,6 @@ terminal, and no traceback.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,6 @@ from parallel101.laboratory.grade.exercise import find
 from parallel101.laboratory.grade.grades import next_to_do, row, table
 from parallel101.laboratory.grade.homework import find_sets, in_order
 from parallel101.laboratory.grade.learner import check_file
-
-
-class VerdictFailed(Exception):
-    """An exercise isn't passed. The text is the verdict."""
 
 
 class ExerciseItem(pytest.Item):
@@ -32,12 +27,7 @@ class ExerciseItem(pytest.Item):
         if verdict.not_written and verdict.exercise.practice:
             pytest.skip("optional practice, not written yet")
         if not verdict.passed:
-            raise VerdictFailed(str(verdict))
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return the verdict alone; for any other error, its traceback."""
-        failed = isinstance(excinfo.value, VerdictFailed)
-        return str(excinfo.value) if failed else super().repr_failure(excinfo, style)
+            pytest.fail(str(verdict), pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.name

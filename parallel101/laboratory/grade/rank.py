@@ -26,6 +26,7 @@ import sysconfig
 import traceback
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partialmethod
 from typing import Any, NoReturn
 
@@ -39,22 +40,19 @@ from parallel101.laboratory.grade.isolation import OWN_FILES, close, isolate
 from parallel101.laboratory.ranks.watcher import exit_process
 from parallel101.laboratory.ranks.worker import open_streams
 from parallel101.laboratory.record import torch_private
-from parallel101.laboratory.record.calls import rank_at
 from parallel101.laboratory.record.program_lines import caller, is_inside
-from parallel101.laboratory.record.signatures import flat, op_name, with_collectives
+from parallel101.laboratory.record.signatures import flat, op_name, unfit, with_collectives
 from parallel101.spans import record_into
 
 # what is ready-made, by the folder of its files: the learner writes it, so it may send nothing
+TRAINERS = (
+    *("nn.parallel", "distributed._composable", "distributed.fsdp", "distributed.optim"),
+    "distributed.pipelining",
+)
 READY_MADE = {
     os.path.join(OWN_FILES, "laboratory", ""): "",
     os.path.join(OWN_FILES, ""): "parallel101",
-    **{
-        os.path.join(torch.__path__[0], *name.split("."), ""): f"torch.{name}"
-        for name in (
-            *("nn.parallel", "distributed._composable", "distributed.fsdp", "distributed.optim"),
-            "distributed.pipelining",
-        )
-    },
+    **{os.path.join(*torch.__path__, *name.split("."), ""): f"torch.{name}" for name in TRAINERS},
 }
 LIBRARY = sysconfig.get_path("stdlib")
 
@@ -155,8 +153,7 @@ class Connection:
         self.path = job["path"]  # the learner's file
         self.folder = os.path.join(job["scratch"], "")  # with the files that it may import
         self.program = job["exercise_path"]  # the file with the exercise's program
-        self.calls = 0
-        self.spans = 0
+        self.calls = self.spans = 0  # so many so far
         self.under_way: list[RelayWork] = []  # of the present case
 
     def send(self, kind: str, **content: Any) -> None:
@@ -188,9 +185,8 @@ class Connection:
         It is this package, or one of torch's with trainers.
         """
         through = ""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            file, frame = frame.f_code.co_filename, frame.f_back
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            file = frame.f_code.co_filename
             if (package := origin(file)) is None and through:
                 return "" if file == self.program else through  # the exercise's own may call it
             through = through or package or ""
@@ -264,28 +260,30 @@ def _state(tensor: torch.Tensor) -> tuple[bytes, int]:
     return tensor_bytes(tensor), tensor._version if alone and only_nan else 0
 
 
+@dataclass(eq=False, repr=False)
 class RelayWork(dist.Work):
     """The result of isend, irecv and the collectives.
 
     What a call writes is written in wait(), not before.
+
+    Attributes:
+        name: of the call, for the learner.
+        uses: tensors that must not change before wait().
+        source: of a receive from any rank: the rank that sent, in the group.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        call: int,
-        outputs: list[torch.Tensor],
-        name: str,
-        kept: Sequence[torch.Tensor],
-    ):
+    connection: Connection
+    call: int
+    outputs: list[torch.Tensor]
+    name: str
+    uses: Sequence[torch.Tensor]
+    done: bool = False
+    source: int | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.name = name  # of the call, for the learner
-        # tensors that must not change before wait(), as they were when the call was posted
-        self.kept = [(tensor, _state(tensor)) for tensor in kept]
-        connection.under_way.append(self)
-        self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
-        # of a receive from any rank: the rank that sent, in the group
-        self.source: int | None = None
+        self.kept = [(tensor, _state(tensor)) for tensor in self.uses]  # as they were when posted
+        self.connection.under_way.append(self)
 
     def _source_rank(self) -> int:
         return self.source  # type: ignore[return-value]  # known when it was waited for
@@ -323,16 +321,12 @@ class RelayWork(dist.Work):
         Two collectives may use one tensor at the same time. Then the program didn't write to it. A
         receive, however, must not write into a tensor that another call still uses.
         """
-        self.kept = []
-        under_way = [work for work in self.connection.under_way if work is not self]
-        self.connection.under_way = under_way
+        self.kept, connection = [], self.connection
+        connection.under_way = [work for work in connection.under_way if work is not self]
         memory = {storage(output) for output in self.outputs}
-        messages = ("isend", "irecv")
-        for other in under_way if self.name not in messages else ():
-            if other.name not in messages:
-                other.kept = [
-                    (t, _state(t) if storage(t) in memory else was) for t, was in other.kept
-                ]
+        for work in connection.under_way:
+            if not {work.name, self.name} & {"isend", "irecv"}:
+                work.kept = [(t, _state(t) if storage(t) in memory else s) for t, s in work.kept]
 
     def synchronize(self) -> None:
         self.wait()
@@ -351,8 +345,7 @@ class RelayGroup(torch_private.PythonGroup):
 
     def __init__(self, connection: Connection, name: str, ranks: Sequence[int]):
         super().__init__(list(ranks).index(connection.rank), len(ranks))  # type: ignore[call-arg]
-        self.connection, self.label, self.ranks = connection, name, list(ranks)
-        self.torch_name = name
+        self.connection, self.torch_name, self.ranks = connection, name, list(ranks)
 
     def getBackendName(self) -> str:
         return "relay"
@@ -370,17 +363,11 @@ class RelayGroup(torch_private.PythonGroup):
 
     def _message(self, method: str, tensors: list[torch.Tensor], *peer_and_tag: int) -> RelayWork:
         (tensor,), sends = tensors, method == "send"
-        if method != "recv_anysource" and not 0 <= peer_and_tag[0] < len(self.ranks):
-            rank_at(self.connection.rank, method, peer_and_tag[0], self.ranks)
-        if not tensor.is_contiguous():
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be "
-                f"{'sent' if sends else 'received into'}: a message's tensor must be contiguous. "
-                "Call x.contiguous(), or make a new tensor with torch.empty"
-            )
+        if problem := unfit(tensor, operation_of(method)):
+            raise RuntimeError(f"rank {self.connection.rank} passes {problem}")
         # flat: as on gloo, the two sides need not have the same shape
         given = [[tensor.detach().flatten()], *peer_and_tag]
-        call = self.connection.post(method, self.label, given)
+        call = self.connection.post(method, self.torch_name, given)
         outputs, kept, name = ([], [tensor], "isend") if sends else ([tensor], [], "irecv")
         return RelayWork(self.connection, call, outputs, name, kept)
 
@@ -394,11 +381,10 @@ class RelayGroup(torch_private.PythonGroup):
         chosen = {n: getattr(options, n) for n in ("reduceOp", "rootRank") if hasattr(options, n)}
         if "reduceOp" in chosen:
             chosen["reduceOp"] = op_name(chosen["reduceOp"])
-        call = self.connection.post(method, self.label, given, **chosen)
-        kind = operation_of(method)
-        moves = given if kind != "barrier" else []
+        call = self.connection.post(method, self.torch_name, given, **chosen)
         # the outputs are always the first argument
-        return RelayWork(self.connection, call, flat(moves[:1]), kind, flat(moves))
+        outputs = flat(given[:1])
+        return RelayWork(self.connection, call, outputs, operation_of(method), flat(given))
 
 
 def join(connection: Connection) -> None:

@@ -39,7 +39,7 @@ import shutil
 import stat
 import tokenize
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -52,6 +52,7 @@ from parallel101.laboratory.grade.handed_in import (
     DEFINED,
     GIVEN,
     code_cells,
+    is_given,
     is_stub,
     parsed,
 )
@@ -70,55 +71,10 @@ LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", "notebooks")  # graders need no
 TIME = (2026, 1, 1, 0, 0, 0)  # of all entries, so that the same files give the same wheel
 KIND = "Wheel-Version: 1.0\nGenerator: parallel101\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
-SETUP = """#!/usr/bin/env bash
-# Gradescope runs this once, as root, when it builds the image. Everything is in /opt/grader, where
-# any user can read Python and torch: when a submission is graded, each rank becomes a user of its
-# own.
-set -eu
-apt-get update -qq
-apt-get install -y -qq python3 python3-venv python3-pip
-python3 -m venv /opt/grader
-CPU=https://download.pytorch.org/whl/cpu
-/opt/grader/bin/pip install --quiet --extra-index-url $CPU "torch=={torch}"
-/opt/grader/bin/pip install --quiet "{library}"
-chmod 700 /autograder/source
-"""
-
-RUN = """#!/usr/bin/env bash
-# Gradescope runs this for each submission, as root. Results are written after each exercise, so a
-# time limit costs only the exercises that are left.
-set -u
-base=${{AUTOGRADER:-/autograder}}
-source=$base/source results=$base/results submission=$base/submission
-mkdir -p "$results"
-chmod 700 "$source" "$results"
-exec "${{GRADER:-/opt/grader/bin/parallel101}}" grade "$source/{name}" --submission "$submission" \\
-  --gradescope "$results/results.json" --seed-file "$source/seed.txt"
-"""
-
-WORKFLOW = """# GitHub Classroom: grades each push, on the public cases.
-# Points and verdicts are in the log and in results.json.
-name: grade
-on: [push, workflow_dispatch]
-jobs:
-  grade:
-    runs-on: ubuntu-latest
-    timeout-minutes: 15
-    steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
-        with:
-          python-version: "3.12"
-      - run: >-
-          pip install --extra-index-url https://download.pytorch.org/whl/cpu
-          "torch=={torch}" "{library}"
-      - run: parallel101 grade {name} --submission {name} --json results.json
-      - uses: actions/upload-artifact@v4
-        if: always()
-        with:
-          name: results
-          path: results.json
-"""
+TEMPLATES = Path(__file__).with_name("templates")
+SETUP, RUN, WORKFLOW = (
+    (TEMPLATES / name).read_text() for name in ("setup.sh", "run_autograder.sh", "grade.yml")
+)
 
 
 def release(
@@ -161,36 +117,34 @@ def release(
         out / path for path in (f"{name}.zip", f"{name}_gradescope.zip", "github")
     )
     files = {f"{name}/{file.name}": file.read_bytes() for file in handed_out(homework)}
-    files = {
-        file: without_outputs(content.decode()).encode() if file.endswith(".ipynb") else content
-        for file, content in files.items()
-    }
-    _write_zip(learners, {file: (content, 0o644) for file, content in files.items()})
-    torch_version = torch.__version__.partition("+")[0]
-    setup = SETUP.format(torch=torch_version, library=library or f"/autograder/source/{wheel}")
+    notebook = f"{name}/{homework.notebook.name}"
+    if notebook in files:
+        files[notebook] = without_outputs(files[notebook].decode()).encode()
+    _write_zip(learners, files, 0o644)
+    own = {"name": name, "torch": torch.__version__.partition("+")[0]}
+    setup = _filled(SETUP, own | {"library": library or f"/autograder/source/{wheel}"})
     graders = {f"{name}/{file.name}" for file in (*homework.tests, homework.code)}
     wheels = {wheel: packed} if wheel else {}
-    _write_zip(
-        gradescope,
-        {
-            "setup.sh": (setup.encode(), 0o755),
-            "run_autograder": (RUN.format(name=name).encode(), 0o755),
-            "seed.txt": (f"{seed}\n".encode(), 0o600),
-            **{file: (files[file], 0o600) for file in files if file in graders},
-            **{file: (content, 0o600) for file, content in wheels.items()},
-        },
-    )
+    scripts = {"setup.sh": setup, "run_autograder": _filled(RUN, own)}
+    graded = {file: content for file, content in files.items() if file in graders}
+    secret = {"seed.txt": f"{seed}\n".encode()}
+    _write_zip(gradescope, scripts | secret | graded | wheels, 0o600, executable=scripts)
 
     # only what a release writes: a teacher may have made a repository of this folder
     shutil.rmtree(github / name, ignore_errors=True)
     for old in github.glob("parallel101-*.whl"):
         old.unlink()
-    workflow = WORKFLOW.format(name=name, torch=torch_version, library=library or f"./{wheel}")
-    written = files | wheels | {".github/workflows/grade.yml": workflow.encode()}
+    workflow = _filled(WORKFLOW, own | {"library": library or f"./{wheel}"})
+    written = files | wheels | {".github/workflows/grade.yml": workflow}
     for file, content in written.items():
         (github / file).parent.mkdir(parents=True, exist_ok=True)
         (github / file).write_bytes(content)
     return [learners, gradescope, github, seed_file]
+
+
+def _filled(template: str, values: Mapping[str, str]) -> bytes:
+    """Return a template with a value in place of each name in braces."""
+    return re.sub(r"\{(name|torch|library)\}", lambda found: values[found[1]], template).encode()
 
 
 def handed_out(homework: HomeworkSet) -> list[Path]:
@@ -233,16 +187,16 @@ def filled_in(homework: HomeworkSet) -> list[str]:
                 given = [arg for arg, value in answers if value not in UNANSWERED]
                 said += [(node.lineno, f"{arg} is answered") for arg in given]
         found += [f"{place}, line {line}: {what}" for line, what in said]
+    names = {node.name for node in nodes if isinstance(node, DEFINED)}
     for node in nodes:
-        place = f"{name}, line {node.lineno}"
+        what = ""
         if isinstance(node, DEFINED):
-            if node.name not in functions and GIVEN not in (ast.get_docstring(node) or ""):
-                asks = f"no exercise asks for {node.name}, and its docstring doesn't say ({GIVEN})"
-                found.append(f"{place}: {asks}")
+            if node.name not in functions and not is_given(node):
+                what = f"no exercise asks for {node.name}, and its docstring doesn't say ({GIVEN})"
         elif not _is_plain(node, functions):
-            found.append(f"{place}: runs code: {ast.unparse(node).splitlines()[0]}")
-    written = {node.name for node in nodes if isinstance(node, DEFINED)}
-    return found + [f"{name} has no stub of {function}" for function in sorted(functions - written)]
+            what = f"runs code: {ast.unparse(node).splitlines()[0]}"
+        found += [f"{name}, line {node.lineno}: {what}"] if what else []
+    return found + [f"{name} has no stub of {function}" for function in sorted(functions - names)]
 
 
 def _cells_of(homework: HomeworkSet) -> list[tuple[str, str]]:
@@ -314,7 +268,6 @@ def library_wheel() -> tuple[str, bytes]:
             "parallel101 is not installed here, so there is no metadata for its wheel: run "
             "pip install -e . in its folder, or give its address with --library"
         ) from None
-    about = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
     named = f"parallel101-{installed.version}"
     files = {
         f"parallel101/{file.relative_to(PACKAGE).as_posix()}": file.read_bytes()
@@ -322,7 +275,7 @@ def library_wheel() -> tuple[str, bytes]:
         if file.is_file() and not set(LEFT_OUT) & set(file.parts) and file.name[0] != "."
     }
     texts = {
-        "METADATA": about,
+        "METADATA": installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "",
         "WHEEL": KIND,
         "entry_points.txt": installed.read_text("entry_points.txt") or "",
         "licenses/LICENSE": installed.read_text("licenses/LICENSE") or "",
@@ -335,14 +288,16 @@ def library_wheel() -> tuple[str, bytes]:
         lines.append(f"{name},sha256={digest},{len(data)}\n")
     files[record] = "".join([*lines, f"{record},,\n"]).encode()
     packed = io.BytesIO()
-    _write_zip(packed, {name: (data, 0o644) for name, data in files.items()})
+    _write_zip(packed, files, 0o644)
     return f"{named}-py3-none-any.whl", packed.getvalue()
 
 
-def _write_zip(file: Path | IO[bytes], contents: dict[str, tuple[bytes, int]]) -> None:
-    """Write a zip of files, each with its content and its mode. All have the same time."""
+def _write_zip(
+    file: Path | IO[bytes], files: dict[str, bytes], mode: int, executable: Container[str] = ()
+) -> None:
+    """Write a zip of files with this mode, or 0o755. All have the same time."""
     with zipfile.ZipFile(file, "w") as archive:
-        for name, (content, mode) in contents.items():
+        for name, content in files.items():
             entry = zipfile.ZipInfo(name, TIME)
-            entry.external_attr = (stat.S_IFREG | mode) << 16
+            entry.external_attr = (stat.S_IFREG | (0o755 if name in executable else mode)) << 16
             archive.writestr(entry, content, zipfile.ZIP_DEFLATED)

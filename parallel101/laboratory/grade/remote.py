@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.laboratory.grade import frames, isolation
-from parallel101.laboratory.grade.exercise import Case, Exercise, Trial, Unwaited
+from parallel101.laboratory.grade.exercise import Case, Exercise, Trial
 from parallel101.laboratory.grade.exercise_report import (
     LOADING,
     MOST_PRINTED,
@@ -42,11 +42,12 @@ from parallel101.laboratory.grade.isolation import clean_up, user_of
 from parallel101.laboratory.grade.plain_text import plain
 from parallel101.laboratory.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.laboratory.record import program_lines as lines
+from parallel101.laboratory.record.calls import Call
 from parallel101.laboratory.record.errors import DeadlockError, MisuseError, one_line
 from parallel101.laboratory.record.signatures import COLLECTIVES, flat
 from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.sim.simulate import simulate
-from parallel101.spans import Recorder, compute, recorder
+from parallel101.spans import compute, recorder
 
 TO_GIVE_UP, TO_START = 0.2, 60.0  # seconds
 KEPT_PRINTED = 20_000  # bytes of it that are kept
@@ -62,7 +63,7 @@ REDUCTIONS = {name.lower(): getattr(dist.ReduceOp, name) for name in NAMES}
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 ENDS = ("result", "failed")  # the frames with which a process ends a case
 OWN_ERRORS = (GradedRunFailed, DeadlockError, MisuseError)  # a case may end with one of these
-PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
+PLACE = re.compile(r"(.+):\d{1,7}")
 
 
 @dataclass
@@ -83,6 +84,12 @@ class Submission:
     note: str = ""
     endless: GradedRunFailed | None = None
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The texts of its files, by the names that messages call them by."""
+        beside = {f"{module}.py": source for module, source in self.files.items()}
+        return beside | {str(self.path): self.source}
+
 
 class RemoteRank:
     """A process that runs the learner's code, as the grader holds it, and its virtual rank.
@@ -90,9 +97,12 @@ class RemoteRank:
     What it prints goes into the file `output`, which is emptied before each case.
     """
 
-    def __init__(self, number: int, process: RankProcess, output: io.FileIO):
-        self.number, self.process, self.output = number, process, output
+    def __init__(self, owner: SubmissionRanks, number: int, process: RankProcess, file: Path):
+        self.owner, self.number, self.process = owner, number, process
+        self.output = io.FileIO(str(file), "w+")
+        os.chmod(file, 0o600)
         self.ended = True  # its case: it has returned or failed
+        self.place = "?"  # "file:line" of what it does
 
     # ---- the process ----
 
@@ -125,13 +135,12 @@ class RemoteRank:
                 text, seconds = text + piece, 0.1
         folder = self.output.name.removesuffix(".txt")
         said = text.decode(errors="replace").replace(f"{folder}/", "")
-        calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', said)
-        own = [call for call in calls if not lines.is_inside(call[0])]
-        # the files of a submission have no folder: see Submission
-        modules = {file for file, _, name in own if name == "<module>" and file[0] != "<"}
-        loading = any(not os.path.isabs(file) for file in modules)
-        where = f"{own[0][0]}:{own[0][1]}" if own else "?"
-        return self._failed("time", where=where, kind=LOADING if loading else "")
+        calls = re.findall(r'File "([^"]+)", line (\d{1,7}) in (\S+)', said)
+        own = [call for call in calls if call[0] in self.owner.files]
+        self.place = f"{own[0][0]}:{own[0][1]}" if own else "?"
+        return self._failed(
+            "time", kind=LOADING if "<module>" in [name for *_, name in own] else ""
+        )
 
     def gives_up(self, until: float) -> bool:
         """Return whether the process ends its case until then, and so can serve another one."""
@@ -144,21 +153,17 @@ class RemoteRank:
         self.output.seek(0)
         return plain(self.output.read(KEPT_PRINTED).decode(errors="replace"), MOST_PRINTED)
 
-    def close(self) -> None:
-        self.process.close()
-        self.output.close()
-
     def _failed(self, how: str, message: str = "", **more: Any) -> GradedRunFailed:
-        return GradedRunFailed(how, message, self.number, **more)
+        return GradedRunFailed(how, message, self.number, self.place, **more)
 
     # ---- the virtual rank, in one case ----
 
-    def begin(self, case: Case, until: float, allowed: Collection[str]) -> None:
+    def begin(self, case: Case, until: float) -> None:
         """Forget the case before, and let the process begin this one."""
-        self.until, self.allowed = until, allowed
+        self.until = until
         self.moved = 0  # bytes
         # what it has posted and not waited for: the work, and the tensors that it writes
-        self.calls: dict[int, tuple[Any, list[torch.Tensor], Unwaited]] = {}
+        self.calls: dict[int, tuple[Any, list[torch.Tensor], Call]] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
         self.result: Any = None
@@ -178,29 +183,33 @@ class RemoteRank:
             self.moved += size
             if self.moved > MOST_MOVED:
                 raise self._failed("died", f"moved more than {MOST_MOVED >> 20} MiB")
-            place = _place(said.get("where"))
+            # only these files are quoted: a rank could name another one, such as the secret seed
+            found = PLACE.fullmatch(str(said.get("where")))
+            self.place = found[0] if found and found[1] in self.owner.files else "?"
             try:
-                at_place(place, partial(self._repeat, kind, said, place))
+                at_place(self.place, partial(self._repeat, kind, said))
             except OWN_ERRORS:
                 raise
             except Exception as error:  # whatever a rank sends, the grader goes on
                 what = f"sent what the grader can't repeat: {plain(str(error) or repr(error), 300)}"
                 raise self._failed("died", what) from error
 
-    def _repeat(self, kind: str, said: dict[str, Any], place: str) -> None:
+    def _repeat(self, kind: str, said: dict[str, Any]) -> None:
         """Repeat on the sim what the process has done, and answer where it waits for one."""
+        clock = recorder()
+        assert clock is not None
         if kind == "begin":
-            self.spans[said["span"]] = clock().now()
+            self.spans[said["span"]] = clock.now()
         elif kind == "end":
-            times = self.spans[said["span"]], clock().now()
+            times = self.spans[said["span"]], clock.now()
             labels = said["labels"] if isinstance(said["labels"], dict) else {}
-            clock().add_span(plain(str(said["name"]), 200), *times, labels, said["waiting"] is True)
+            clock.add_span(plain(str(said["name"]), 200), *times, labels, said["waiting"] is True)
         elif kind == "compute":
             compute(float(said["seconds"]))
         elif kind == "clock":
-            self.tell("reply", seconds=clock().now())
+            self.tell("reply", seconds=clock.now())
         elif kind == "call":
-            self._call(said, place)
+            self._call(said)
         elif kind in ("wait", "test"):
             work, outputs, about = self.calls[said["call"]]
             if kind == "wait":
@@ -216,38 +225,37 @@ class RemoteRank:
         elif kind == "failed":
             calls = [plain(str(call), 300).replace("\n", " ") for call in said["calls"][:5]]
             stub = said["not_written"] is True
-            raise self._raised(said["message"], place, said["type"], calls, stub)
+            raise self._raised(said["message"], said["type"], calls, stub)
         elif kind == "result":
-            self.changed, self.shared = (
-                [place for place in said[name] if type(place) is int]
-                for name in ("changed", "shared")
-            )
+            self.changed = [argument for argument in said["changed"] if type(argument) is int]
+            self.shared = [argument for argument in said["shared"] if type(argument) is int]
             self.result, self.returned = said["result"], True
         else:
             raise ValueError(f"a frame of kind {kind!r}")
 
-    def _call(self, said: dict[str, Any], place: str) -> None:
+    def _call(self, said: dict[str, Any]) -> None:
         """Repeat a call of a process group's method: a message, or a collective."""
         method, given, kind = said["method"], said["given"], operation_of(said["method"])
         for name in (kind, said["by"]):  # the rank could name another one
-            if name not in self.allowed:
-                raise self._failed("not allowed", plain(str(said["by"]), 100), where=place)
+            if name not in self.owner.exercise.allowed:
+                raise self._failed("not allowed", plain(str(said["by"]), 100))
         try:
             work = getattr(self.groups[said["group"]], method)(*given, *_options(said))
         except OWN_ERRORS:
             raise
         except Exception as error:  # as if the rank had raised it
-            raise self._raised(str(error) or repr(error), place, type(error).__name__) from error
-        outputs = flat(given[0]) if given and kind not in ("send", "barrier") else []
-        self.calls[said["call"]] = work, outputs, Unwaited(self.number, kind, place)
+            raise self._raised(str(error) or repr(error), type(error).__name__) from error
+        outputs = flat(given[:1]) if kind != "send" else []
+        call = Call(self.number, kind, (), str(said["group"]), 0, self.place)
+        self.calls[said["call"]] = work, outputs, call
 
     def _raised(
-        self, message: Any, place: str, kind: Any, calls: Sequence[str] = (), stub: bool = False
+        self, message: Any, kind: Any, calls: Sequence[str] = (), stub: bool = False
     ) -> GradedRunFailed:
         """Return the error for an exception of the learner's code."""
         text, kind = plain(str(message), MOST_MESSAGE), plain(str(kind), MOST_MESSAGE)
         how = "not written" if stub else "not loaded" if kind in NOT_LOADED else "raised"
-        return self._failed(how, text, where=place, kind=kind, calls=calls)
+        return self._failed(how, text, kind=kind, calls=calls)
 
 
 def preload_for(exercises: Iterable[Exercise], more: Collection[str] = ()) -> None:
@@ -280,8 +288,8 @@ class SubmissionRanks:
     def __enter__(self) -> SubmissionRanks:
         # The fork server imports what the ranks need while the grader draws the cases. Importing
         # torch's compiler in each rank would take seconds.
-        sources = (self.submission.source, *self.submission.files.values())
-        needed = any(name in text for name in NEED_COMPILER for text in sources)
+        texts = self.submission.sources.values()
+        needed = any(name in text for name in NEED_COMPILER for text in texts)
         preload_for([self.exercise], COMPILER * needed)
         # last: what is told to end before this block begins leaves no folder
         self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
@@ -304,10 +312,9 @@ class SubmissionRanks:
             folder.mkdir(exist_ok=True)
             if user is not None:
                 os.chown(folder, user, user)
-            output = io.FileIO(f"{folder}.txt", "w+")
-            os.chmod(output.name, 0o600)
-            rank = self.ranks[number] = RemoteRank(number, process, output)
-            own = {"rank": number, "user": user, "scratch": str(folder), "output": output.name}
+            file = folder.with_suffix(".txt")
+            rank = self.ranks[number] = RemoteRank(self, number, process, file)
+            own = {"rank": number, "user": user, "scratch": str(folder), "output": str(file)}
             rank.tell("job", **self._job(), **own)
         for number in missing:
             self.ranks[number].until = time.monotonic() + TO_START
@@ -321,6 +328,11 @@ class SubmissionRanks:
         self.submission = submission
         for rank in self.ranks.values():
             rank.tell("job", **self._job())
+
+    @property
+    def files(self) -> set[str]:
+        """The files whose lines may be named: those of the submission, and the exercise's."""
+        return {*self.submission.sources, self.exercise.path}
 
     def _job(self) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
@@ -341,7 +353,8 @@ class SubmissionRanks:
         for rank in ending:
             kill(rank.process)
         for rank in ending:
-            rank.close()
+            rank.process.close()
+            rank.output.close()
         clean_up(rank.number for rank in ending)
 
     def run(self, case: Case) -> Trial:
@@ -356,7 +369,7 @@ class SubmissionRanks:
         until = time.monotonic() + case.seconds
         # the processes compute at the same time, though the sim repeats one call after the other
         for rank in ranks:
-            rank.begin(case, until, self.exercise.allowed)
+            rank.begin(case, until)
         outcome = simulate(
             lambda number: ranks[number].serve(),
             case.world_size,
@@ -407,18 +420,6 @@ def _options(said: dict[str, Any]) -> list[Any]:
             raise ValueError(f"the reduction {name} can't be used; use {known}")
         options.reduceOp = REDUCTIONS[name]
     return [options]
-
-
-def _place(text: Any) -> str:
-    """Return a "file:line" from a rank, or "?" for anything else."""
-    return text if isinstance(text, str) and PLACE.fullmatch(text) else "?"
-
-
-def clock() -> Recorder:
-    """Return the recorder of the virtual rank whose thread this is."""
-    found = recorder()
-    assert found is not None
-    return found
 
 
 def at_place(place: str, act: Callable[[], None]) -> None:

@@ -16,11 +16,11 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from parallel101.laboratory.grade.exercise_report import ExerciseVerdict
 from parallel101.laboratory.grade.grades import (
     Result,
     exercise_result,
-    ungraded,
     write_json,
     write_page,
 )
@@ -56,7 +56,7 @@ def grade_submission(
     """
     result = empty_result(path, homework, seed)
     written(result)
-    complete, verdicts, exercises = True, {}, homework.exercises
+    verdicts, exercises = {}, homework.exercises
     try:
         submission = read(path, homework)
         result["note"] = submission.note
@@ -64,28 +64,28 @@ def grade_submission(
         exercises = ()
         for entry in result["exercises"]:
             entry |= {"problem": str(error), "reason": error.reason}
-    for place, exercise in enumerate(exercises):
+    for exercise, entry in zip(exercises, result["exercises"]):
         try:
             verdict = report_on(exercise, submission, seed, drawn=page is not None)
+            entry |= exercise_result(verdict, str(verdict))
             verdicts[exercise.function] = verdict
-            result["exercises"][place] = exercise_result(verdict, str(verdict))
         except Exception as error:
-            complete = False
-            result["exercises"][place]["problem"] = _grader_failed(error)
+            entry["problem"] = _grader_failed(error)
         result["points"] = round(sum(entry["points"] for entry in result["exercises"]), 2)
         written(result)
     if page is not None:
         write_page(page, homework, result, verdicts)
-    result["complete"] = complete  # otherwise it is graded again the next time
+    # otherwise it is graded again the next time
+    result["complete"] = len(verdicts) == len(exercises)
     written(result)
     return result
 
 
-def _grader_failed(error: Exception) -> str:
+def _grader_failed(error: BaseException) -> str:
     return f"the grader failed: {plain(repr(error))}. Grade it again"
 
 
-def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
+def empty_result(path: Path, homework: HomeworkSet, seed: str) -> Result:
     """Return the result of a submission before any exercise is graded: no points."""
     return {
         "student": student(path),
@@ -95,7 +95,7 @@ def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
         "out_of": sum(exercise.points for exercise in homework.exercises),
         "complete": False,
         "note": "",
-        "exercises": [ungraded(exercise) for exercise in homework.exercises],
+        "exercises": [exercise_result(ExerciseVerdict(e, [])) for e in homework.exercises],
     }
 
 
@@ -166,9 +166,9 @@ class Task(NamedTuple):
         except Exception as error:
             return self.not_graded(error)
 
-    def not_graded(self, error: Exception) -> Result:
+    def not_graded(self, error: BaseException) -> Result:
         """Return the result if the grader failed. It will be graded again."""
-        result = empty_result(self.submission, _set_of(self.tests)) | {"hash": ""}
+        result = empty_result(self.submission, _set_of(self.tests), self.seed)
         for entry in result["exercises"]:
             entry["problem"] = _grader_failed(error)
         with suppress(OSError):
@@ -203,10 +203,8 @@ def _by_pool(left: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Result]]:
         running = {pool.submit(_grade_in_pool, task): task for task in left}
         try:
             for future in as_completed(running):
-                try:
-                    yield running[future], future.result()
-                except BrokenProcessPool as error:
-                    yield running[future], running[future].not_graded(error)
+                task, error = running[future], future.exception()
+                yield task, task.not_graded(error) if error else future.result()
         except BaseException:  # Ctrl-C: what is being graded ends now; the rest is not begun
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
@@ -228,7 +226,9 @@ def _end_when_told() -> None:
     """
 
     def end(*_: object) -> None:
-        raise SystemExit
+        # the pool tells it again as soon as another of its processes has ended
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit()
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
