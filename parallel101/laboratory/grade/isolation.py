@@ -163,7 +163,7 @@ def isolate(job: dict[str, Any]) -> str:
         os.environ.pop(name, None)
     os.environ.update(HOME=job["scratch"], TMPDIR=job["scratch"])
     tempfile.tempdir = None
-    with suppress(ImportError, OSError, ValueError):
+    with suppress(ImportError, OSError, ValueError, psutil.Error):
         import resource
 
         most = psutil.Process().memory_info().vms + MOST_MEMORY
