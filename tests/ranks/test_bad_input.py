@@ -36,7 +36,7 @@ def ok():
         ({"network": p101.Network()}, ValueError, "network works with backend='sim' only"),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
         ({"device": "H1000", "backend": "sim"}, ValueError, "'A100', 'H100', 'H200', 'B200', N"),
-        ({"device": torch.device("cuda"), "backend": "sim"}, ValueError, "one of 'A100', '"),
+        ({"device": torch.device("cuda"), "backend": "sim"}, ValueError, "'A100', 'H100'"),
         ({"device": "H100"}, ValueError, "works with backend='sim' only, and backend is 'gloo'"),
     ],
     ids=str,

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -60,7 +61,7 @@ def trained(model: nn.Module, net: nn.Module, batch: Any, steps: int = 2) -> lis
         model(batch(step)).square().mean().backward()
         optimizer.step()
     found = [whole(p) for p in net.parameters()]
-    return found + [whole(p.grad) for p in net.parameters() if p.grad is not None]
+    return found + [whole(p.grad).to_dense() for p in net.parameters() if p.grad is not None]
 
 
 def own(step: int) -> Tensor:
@@ -73,6 +74,25 @@ def own(step: int) -> Tensor:
 def ddp(**options: Any) -> list[Tensor]:
     net = mlp()
     return trained(DDP(net, bucket_cap_mb=1e-4, **options), net, own)
+
+
+def ddp_sparse() -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1)).double()
+    rows = lambda step: torch.tensor([dist.get_rank(), step, 7 - step, step])  # noqa: E731
+    return trained(DDP(net), net, rows)
+
+
+def channels_last() -> list[Tensor]:
+    torch.manual_seed(0)
+    last = {"memory_format": torch.channels_last}
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3)).double().to(**last)
+    batch = lambda step: randn(10 * step + dist.get_rank(), 2, 2, 6, 6).to(**last)  # noqa: E731
+    found = trained(DDP(net), net, batch)
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        dist.broadcast(p.data, 1)
+    return found + [p.detach() for p in net.parameters()] + [p.grad for p in net.parameters()]
 
 
 # ── FSDP2 and DTensor
@@ -119,6 +139,16 @@ def parallel_loss() -> list[Tensor]:
     return [whole(p.grad) for p in net.parameters()]
 
 
+def dtensor() -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    a, b = randn(1, 7, 6), randn(2, 6, 5)
+    product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
+    return [
+        product.redistribute(mesh, [Shard(0)]).full_tensor(),
+        product.redistribute(mesh, [Shard(1)]).full_tensor(),
+    ]
+
+
 # ── torch.distributed.pipelining
 
 
@@ -150,11 +180,14 @@ PROGRAMS = {
     "DDP, unused parameters": lambda: ddp(
         find_unused_parameters=True, gradient_as_bucket_view=True
     ),
+    "DDP, sparse": ddp_sparse,
+    "DDP, channels last": channels_last,
     "FSDP2": fsdp2,
     "FSDP2, kept": lambda: fsdp2(reshard_after_forward=False),
     "FSDP2, float32": lambda: fsdp2(
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     ),
+    "DTensor": dtensor,
     "sequence parallel": sequence_parallel,
     "loss parallel": parallel_loss,
     **{
@@ -170,10 +203,10 @@ PROGRAMS = {
 }
 
 
-def run_all() -> dict[str, list[Tensor]]:
+def run_all(without: Sequence[str] = ()) -> dict[str, list[Tensor]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its own future
-        return {name: program() for name, program in PROGRAMS.items()}
+        return {name: program() for name, program in PROGRAMS.items() if name not in without}
 
 
 def plain_rank(rank: int, folder: str) -> None:
