@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101.laboratory.grade.learner import check, hint, predict
     from parallel101.laboratory.planner.known_models import shape_of_model
     from parallel101.laboratory.planner.published import published_errors
+    from parallel101.laboratory.planner.search import plan
     from parallel101.laboratory.planner.simulated_step import simulate_step
-    from parallel101.laboratory.planner.training_plan import plan
     from parallel101.laboratory.publish.tools.in_notebook import explore_memory, explore_schedule
     from parallel101.laboratory.ranks.launch import Run, launch
     from parallel101.laboratory.record.errors import (

@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from parallel101 import __version__
 from parallel101.extras import MissingExtra, needs_extra
+from parallel101.laboratory.bench import bench
 from parallel101.laboratory.option_types import Seconds, Whole, reader
 from parallel101.laboratory.planner.plan_command import plan
 from parallel101.laboratory.run_command import merge, run
@@ -91,8 +92,7 @@ def _parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, inspect.Bou
     greeting = [f"parallel101 {__version__}. {about}", ""]
     for example, command in COMMANDS.items():
         name, (text, *_) = example.split()[0], (inspect.getdoc(command) or "").split("\n\n")
-        # bench has a --help of its own
-        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
+        sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(parser=sub, function=command)
         _add_arguments(sub, command)
         greeting.append(f"  parallel101 {example}")
@@ -315,17 +315,6 @@ def release(
     from parallel101.laboratory.grade import command
 
     return command.release_set(path, out, seed_file, library)
-
-
-def bench(*options: str) -> int:
-    """Measure parallel101 on this machine, and compare it with torch.
-
-    Args:
-        options: of the benchmark
-    """
-    from parallel101.laboratory.bench import main as bench
-
-    return bench(options)
 
 
 # an example of each command, which its help shows → the function

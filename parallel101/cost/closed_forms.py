@@ -18,12 +18,39 @@ sim/network.py). So algorithms that send to neighbours, and trees, whose message
 the same on a ring as on a switch. The others pay for the links: if all ranks send d places to the
 right, every link carries d messages. The bytes that a rank sends are the same on every network.
 
-Not here: the axes of a mesh (mesh_forms.py), and the time of the additions.
+Algorithms that follow the axes of a mesh, on the networks made for them:
+
+    torus        all axes and both directions at once: Σ (pᵢ − 1) steps, and n(p−1)/p bytes over 2k
+                 links on k axes of one length
+                 all-to-all: every axis takes as long as the longest, m: about nm/8 bytes, which is
+                 the scaling book's V · m / (4 · N · W)
+    two_level    inside the nodes and across them, two times that add up
+
+See collectives/torus.py and all_reduce.py for these algorithms.
+
+Attention over a time axis that is cut, by ring attention and by Ulysses, sends these bytes:
+
+    n ranks, h heads of width d, of which g with keys and values, a time of T over all ranks
+
+    forward    ring      2g · T/n · d · (n−1)        keys and values, to the next rank
+               Ulysses   2(h+g) · T/n · d · (n−1)/n  q, k, v and the result, each an all-to-all
+    backward   ring      2g · T/n · d · (n−1 + n)    keys and values again, and their gradients
+               Ulysses   as forward
+
+Forward, ring attention sends less if n < 1 + h/g. With as many heads of keys as of queries, h = g,
+both send the same at n = 2, and beyond that Ulysses sends less. Grouped queries often reverse it:
+Ulysses needs n to divide g, so the 64 heads and 8 kv heads of Llama 3 70B allow n ≤ 8, and ring
+attention sends less there (forward alone). Tests compare these bytes with those of a run.
+
+Not here: the time of the additions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from parallel101.collectives.auto import present_name
@@ -68,6 +95,11 @@ def pipelined_chain(p: int, n: int, segment: int) -> Blocks:
 
 def twice(form: Form) -> Form:
     return lambda p: (once := form(p)) and tuple(2 * number for number in once)
+
+
+def for_powers(form: Form) -> Form:
+    """Return the form for powers of two, and None for any other p."""
+    return lambda p: form(p) if power_of_two(p) else None
 
 
 # By operation and algorithm, for p ≥ 2 ranks and an array of p blocks: the result of a gather or
@@ -131,7 +163,7 @@ RINGS: dict[str, dict[tuple[str, str], Form]] = {
         **dict.fromkeys(TO_HALF, lambda p: alike(p // 2)),
         **dict.fromkeys(DIRECT, lambda p: alike(all_pairs(p))),
         ("all_to_all", "pairwise"): lambda p: alike(sum(load(d, p) for d in range(1, p))),
-        ("all_gather", "bruck"): lambda p: bruck(p, load) if power_of_two(p) else None,
+        ("all_gather", "bruck"): for_powers(lambda p: bruck(p, load)),
         **dict.fromkeys(MIXED, lambda p: None),
     },
     "one_way_ring": {  # to a rank d places to the left it is p − d to the right
@@ -141,14 +173,10 @@ RINGS: dict[str, dict[tuple[str, str], Form]] = {
         ("reduce", "reduce_scatter_gather"): lambda p: (2 * (p - 1), p - 1 + ones(p)),
         **dict.fromkeys(PAIRWISE, lambda p: alike(p * (p - 1) // 2)),
         ("all_gather", "bidirectional_ring"): lambda p: alike(p // 2 + (p - 1) // 2 * (p - 1)),
-        ("all_gather", "recursive_doubling"): lambda p: (
-            (p * lg_up(p) // 2, p * (p - 1) // 2) if power_of_two(p) else None
-        ),
+        ("all_gather", "recursive_doubling"): for_powers(lambda p: (ones(p), p * (p - 1) // 2)),
         ("all_gather", "bruck"): lambda p: bruck(p, lambda d, p: p - d),
         ("all_reduce", "reduce_broadcast"): lambda p: alike(p - 1 + lg_up(p), p),
-        ("all_reduce", "recursive_doubling"): lambda p: (
-            alike(p * lg_up(p) // 2, p) if power_of_two(p) else None
-        ),
+        ("all_reduce", "recursive_doubling"): for_powers(lambda p: alike(ones(p), p)),
         ("all_to_all", "bruck"): lambda p: ((1 << lg_up(p)) - 1, p * (p - 1) // 2),
         ("barrier", "dissemination"): lambda p: alike((1 << lg_up(p)) - 1),
     },
@@ -198,10 +226,8 @@ def closed_form(
             f"{', '.join(FORMS.get(operation, FORMS))}"
         )
     if links != "switch" and links not in RINGS:
-        raise ValueError(
-            f"links={links!r}: expected 'switch', {', '.join(map(repr, RINGS))}. Others: "
-            "torus_form and two_level_form"
-        )
+        expected = f"expected 'switch', {', '.join(map(repr, RINGS))}"
+        raise ValueError(f"links={links!r}: {expected}. Others: torus_form and two_level_form")
     if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:
         raise ValueError(
             f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks. Pad "
@@ -296,3 +322,174 @@ def bruck(p: int, hops: Callable[[int, int], int]) -> Blocks:
     """
     widths = [1 << k for k in range(lg_up(p))]
     return sum(hops(w, p) for w in widths), sum(hops(w, p) * min(w, p - w) for w in widths)
+
+
+# ── along the axes of a mesh ──
+
+ON_A_TORUS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+
+
+def torus_form(operation: str, shape: Sequence[int], nbytes: int) -> Cost:
+    """Return the cost of "torus" on a mesh of this shape, on `Network.torus(shape)`.
+
+    All axes and directions work at once, each with a part of every block. On k axes of the same
+    length above 2 that takes Σ (pᵢ − 1) steps, with n(p−1)/p / 2k bytes on the critical path, and
+    all-reduce twice that. If lengths differ, parts meet on the longer axes, so what each step takes
+    is added up here. On an axis of length 2 both directions are one link. The scaling book counts Σ
+    pᵢ/2 hops: there each part is gathered to both sides at once, here it goes round in one
+    direction.
+
+    Args:
+        operation: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        shape: of the mesh.
+        nbytes: the result of an all-gather, the input of one rank in an all-to-all, the input of
+            the others.
+
+    Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each (k
+    parts in an all-to-all).
+    """
+    lengths = [length for length in shape if length > 1]
+    p, parts = math.prod(shape), len(lengths) * (1 if operation == "all_to_all" else 2)
+    if operation not in ON_A_TORUS:
+        raise ValueError(
+            f"{operation!r}: expected {', '.join(ON_A_TORUS)}. For flat algorithms call closed_form"
+        )
+    if not shape or p < 1 or nbytes < 0 or nbytes % (p * max(parts, 1)):
+        raise ValueError(
+            f"shape={tuple(shape)}, nbytes={nbytes}: expected {p} blocks, each of {parts} "
+            "equal parts"
+        )
+    if p == 1 or nbytes == 0:
+        return Cost(0, 0, 0)
+    if operation == "all_to_all":
+        sent = sum(nbytes // length * (length - 1) for length in lengths)
+        # in each of the k rounds, every axis carries another part
+        path = max(all_pairs(length) * (nbytes // length) for length in lengths)
+        return Cost(parts * max(map(all_pairs, lengths)), sent, path)
+    steps = path = 0
+    for messages in zip_longest(*(steps_of(first, lengths) for first in range(len(lengths)))):
+        count, pieces = Counter[int](), Counter[int]()  # by axis
+        for axis, width in filter(None, messages):
+            both = 2 if lengths[axis] == 2 else 1  # the parts in both directions go over one link
+            count[axis] += both
+            pieces[axis] += both * width
+        steps += max(count.values())
+        path += max(pieces.values())
+    passes, block = 2 if operation == "all_reduce" else 1, nbytes // p
+    return Cost(passes * steps, passes * (p - 1) * block, passes * path * block // parts)
+
+
+def steps_of(first: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the steps of the part that begins with axis `first`.
+
+    Each is the axis, and how many pieces of blocks the message has.
+    """
+    width, steps = 1, []
+    for axis in (*range(first, len(lengths)), *range(first)):
+        steps += [(axis, width)] * (lengths[axis] - 1)
+        width *= lengths[axis]
+    return steps
+
+
+class TwoLevelCost(NamedTuple):
+    """The cost inside a node and across nodes, which add up.
+
+    inside.seconds(…) + across.seconds(…), each with its own latency and bandwidth.
+    """
+
+    inside: Cost  # a node
+    across: Cost  # the link of a node, or one of its rails, which some of its ranks share
+
+
+def two_level_form(shape: Sequence[int], nbytes: int, rails: int = 1) -> TwoLevelCost:
+    """Return the cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node).
+
+    The network is `Network.two_level(ranks per node, rails=rails)`. A rail has bandwidth / rails,
+    so the time across nodes is `across.seconds(latency, bandwidth / rails)`. The scaling book takes
+    the longer of the two times, because it overlaps the levels; "two_level" does one after the
+    other. A flat "ring" over all ranks has the steps and bytes there that it has on a switch, at
+    the latency and bandwidth of one rail, since one rank of each node sends to the next.
+    Raises ValueError for other shapes or numbers of rails, and if the array can't be cut into equal
+    blocks.
+    """
+    if len(shape) != 2 or min(shape) < 1 or nbytes < 0 or nbytes % math.prod(shape):
+        raise ValueError(
+            f"shape={tuple(shape)}, nbytes={nbytes}: expected (nodes, ranks per node), and as "
+            "many equal blocks"
+        )
+    nodes, ranks = shape
+    if not 1 <= rails <= ranks:
+        raise ValueError(f"rails={rails}: expected 1 to {ranks}, the ranks of a node")
+    inside = closed_form("all_reduce", "ring", ranks, nbytes)
+    steps, sent, path = closed_form("all_reduce", "ring", nodes, nbytes // ranks)
+    on_a_rail = -(-ranks // rails)
+    return TwoLevelCost(inside, Cost(steps * on_a_rail, sent, path * on_a_rail))
+
+
+# ── attention over a time axis that is cut ──
+
+
+class AttentionBytes(NamedTuple):
+    """The bytes that each rank sends."""
+
+    forward: int
+    backward: int
+
+
+class AttentionShape(NamedTuple):
+    """An attention layer, and how its time is cut.
+
+    Attributes:
+        ranks: n, which divides the time.
+        time: of the whole sequence.
+        heads: of the queries.
+        kv_heads: of keys and values; they divide the heads.
+        width: of a head.
+        batch: sequences.
+        itemsize: bytes of a number.
+    """
+
+    ranks: int
+    time: int
+    heads: int
+    kv_heads: int
+    width: int
+    batch: int = 1
+    itemsize: int = 2
+
+
+def ring_attention_bytes(of: AttentionShape) -> AttentionBytes:
+    """Return the bytes that each rank sends in ring attention.
+
+    The gradients of keys and values travel in 32 bit at least. Raises ValueError for sizes that
+    don't fit each other.
+    """
+    block = 2 * of.kv_heads * rows(of) * of.width
+    gradients = of.ranks * block * max(4, of.itemsize) if of.ranks > 1 else 0
+    forward = (of.ranks - 1) * block * of.itemsize
+    return AttentionBytes(forward, forward + gradients)
+
+
+def ulysses_bytes(of: AttentionShape) -> AttentionBytes:
+    """Return the bytes that each rank sends in Ulysses.
+
+    Raises ValueError for sizes that don't fit each other.
+    """
+    if of.heads % of.ranks or of.kv_heads % of.ranks:
+        raise ValueError(
+            f"{of.heads} heads of q and {of.kv_heads} of k and v over {of.ranks} ranks: expected a "
+            "number of ranks that divides both"
+        )
+    block = 2 * (of.heads + of.kv_heads) * rows(of) * of.width * of.itemsize
+    sent = block // of.ranks * (of.ranks - 1)
+    return AttentionBytes(sent, sent)
+
+
+def rows(of: AttentionShape) -> int:
+    """Return the number of rows on a rank: batch · time / ranks."""
+    if min(of) < 1 or of.time % of.ranks or of.heads % of.kv_heads:
+        raise ValueError(
+            f"{of}: expected numbers of 1 or more, a time that the ranks divide evenly, and heads "
+            "that are a multiple of kv_heads"
+        )
+    return of.batch * of.time // of.ranks

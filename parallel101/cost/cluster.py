@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from parallel101.cost.closed_forms import ring_cost
-from parallel101.cost.hardware import Chip, KernelFigures, Level, chip_of
+from parallel101.cost.hardware import Chip, KernelFigures, chip_of
 from parallel101.cost.kernels import figures
 from parallel101.cost.model_shape import check_whole
 
@@ -74,20 +74,16 @@ class Cluster:
     def kernels(self) -> KernelFigures:
         return figures(self.chip)
 
-    @property
-    def links(self) -> tuple[Level, ...]:
-        assert isinstance(self.chip.links, tuple)
-        return self.chip.links
-
     @cached_property
     def inside_bandwidth(self) -> float:
         """Bytes per second that a GPU's NVLink reaches, one way."""
-        return self.links[0].bandwidth * self.kernels.nvlink_reached
+        return self.chip.links[0].bandwidth * self.kernels.nvlink_reached  # type: ignore[index]
 
     @cached_property
     def card_bandwidth(self) -> float:
         """Bytes per second that a GPU's share of its node's network cards reaches, one way."""
-        share = self.network / self.nodes_of if self.network else self.links[1].rail_bandwidth
+        cards: Any = self.chip.links[1]  # type: ignore[index]
+        share = self.network / self.nodes_of if self.network else cards.rail_bandwidth
         return share * self.kernels.network_reached
 
     def network_arguments(self) -> dict[str, Any]:

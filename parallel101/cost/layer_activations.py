@@ -20,7 +20,7 @@ megatron/training/theoretical_memory_usage.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout, check_cut
@@ -90,12 +90,8 @@ def kept_by_our_gpt(of: LayerShape) -> dict[str, float]:
 def kept_of(of: LayerShape, *, regather: bool, cpu: bool = False) -> dict[str, float]:
     """Return `layer_kept` of a GPT's layer, without what is recomputed."""
     shape = ModelShape(of.width, 1, of.heads, 1, of.time, attention="unfused", dropout=of.dropout)
-    layout = ParallelLayout(
-        tp=of.ranks,
-        microbatch=of.batch,
-        recompute=of.recompute,
-        sequence_parallel=of.sequence_parallel,
-    )
+    options: dict[str, Any] = {"tp": of.ranks, "microbatch": of.batch, "recompute": of.recompute}
+    layout = ParallelLayout(**options, sequence_parallel=of.sequence_parallel)
     check_cut(shape, layout)
     kept = layer_kept(shape, layout, regather=regather, cpu=cpu)
     if of.recompute == "full":
@@ -127,9 +123,6 @@ def layer_kept(
         "input of the attention's output layer": e * h * n / t,
         "input of the MLP": e * h * gathered,
     }
-    if shape.norm == "rms" and cpu:  # in 32 bits: the input's copy, and the normalized input
-        found["inputs of the two norms"] = 2 * (4 + 4) * h * outside
-        found["statistics of the norms"] = 2 * 4 * outside
     if shape.attention == "fused" or layout.cp > 1:
         found["log of the sums of the softmax"] = 4 * shape.heads * n / t
     else:

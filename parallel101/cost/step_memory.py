@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel101.cost.layer_activations import CORE, layer_kept
-from parallel101.cost.layer_kernels import RankWork
+from parallel101.cost.layer_seconds import RankWork
 from parallel101.cost.model_shape import (
     ModelShape,
     embedding_arrays,
@@ -37,15 +37,8 @@ from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout, stage_lay
 from parallel101.cost.update_seconds import BUCKET
 
 # field of StageMemory → what it is, as reports, pictures and pages say it
-PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-    "logits": "logits",
-    "gradient_copy": "gradient copy",
-    "buffers": "buffers",
-}
+PARTS = {name: name for name in ("weights", "gradients", "optimizer", "activations", "logits")}
+PARTS |= {"optimizer": "optimizer state", "gradient_copy": "gradient copy", "buffers": "buffers"}
 MASTER, MOMENT = 4, 4  # bytes a parameter of the optimizer's copy, and of each of its averages
 
 
@@ -77,7 +70,7 @@ class StageMemory:
 
 
 def step_memory(
-    shape: ModelShape, layout: ParallelLayout, *, cpu: bool = False, fused_ring: bool = False
+    shape: ModelShape, layout: ParallelLayout, *, fused_ring: bool = False
 ) -> tuple[StageMemory, ...]:
     """Return the peak bytes of the ranks at each position along pp, in order.
 
@@ -85,35 +78,22 @@ def step_memory(
         shape: of the model: GPT's, or with gated=True Llama's.
         layout: of the ranks, and HybridTrainer's options. The number of stages must fit the layers;
             see `stage_layers`.
-        cpu: on a CPU torch's RMSNorm is not one kernel, and keeps more.
         fused_ring: see Software; HybridTrainer's own ring attention isn't fused.
 
     Raises ValueError if the sizes don't divide.
     """
-    layers, P = stage_layers(shape.layers, layout.pp * layout.chunks), layout.pp
-    kept = layer_kept(shape, layout, cpu=cpu)
-    return tuple(
-        _stage_memory(
-            RankWork(shape, layout, (sum(layers[rank::P]), rank == 0, rank == P - 1)),
-            *(layers[rank::P], rank, kept, cpu, fused_ring),
-        )
-        for rank in range(P)
-    )
+    return tuple(_stage_memory(shape, layout, i, fused_ring) for i in range(layout.pp))
 
 
 def _stage_memory(
-    of: RankWork,
-    layers: tuple[int, ...],
-    position: int,
-    kept: dict[str, float],
-    cpu: bool,
-    fused_ring: bool,
+    shape: ModelShape, layout: ParallelLayout, position: int, fused_ring: bool
 ) -> StageMemory:
-    """Return the bytes of a rank at a position along pp, when they are most.
-
-    Args: layers: of each of its stages. kept: of a layer's forward, without recomputation.
-    """
-    shape, layout, e, g = of.shape, of.layout, of.e, of.layout.gradient_itemsize
+    """Return the bytes of a rank at a position along pp, when they are most."""
+    # layers of each of its stages; bytes of a layer's forward, without recomputation
+    layers = stage_layers(shape.layers, layout.pp * layout.chunks)[position :: layout.pp]
+    kept = layer_kept(shape, layout)
+    of = RankWork(shape, layout, (sum(layers), position == 0, position == layout.pp - 1))
+    e, g = of.e, layout.gradient_itemsize
     h, zero, many = shape.width, layout.zero_stage, layout.microbatches
     mixed = layout.precision.endswith("mixed")
 
@@ -145,8 +125,7 @@ def _stage_memory(
     layer_waits = message if layout.recompute == "full" else all_kept
     if layout.recompute == "selective":
         layer_waits -= sum(kept.get(name, 0.0) for name in CORE)
-    norm = 8 * h + 4 if cpu and shape.norm == "rms" else e * h + 8
-    of_head = norm * of.outside + e * h * of.tokens
+    of_head = (e * h + 8) * of.outside + e * h * of.tokens
     logits = 4 * of.tokens * shape.vocabulary / of.beside  # in 32 bits
     at_loss = (3 if of.beside == 1 else 2 + (e / 4 if e < 4 else 0)) * logits
 

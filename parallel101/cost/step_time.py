@@ -24,8 +24,7 @@ from parallel101.cost.cluster import (
     all_reduce_seconds,
     send_seconds,
 )
-from parallel101.cost.layer_kernels import RankWork
-from parallel101.cost.layer_seconds import Passes, Seconds, seconds_of_parts
+from parallel101.cost.layer_seconds import Passes, RankWork, Seconds, seconds_of_parts
 from parallel101.cost.model_shape import ModelShape, hardware_flops, model_flops, table_parameters
 from parallel101.cost.parallel_layout import ParallelLayout, stage_layers
 from parallel101.cost.software import TRAINERS, Software

@@ -167,12 +167,7 @@ def _on_switches(exchange: bool, V: float, sizes: list[int], levels: Sequence[Le
     return max(path / level.bandwidth for path, level in zip(paths, levels)), sum(hops)
 
 
-def _time(
-    operation: str,
-    nbytes: float,
-    axes: int | Sequence[int],
-    chip: str | Chip,
-) -> Time:
+def _time(operation: str, nbytes: float, axes: int | Sequence[int], chip: str | Chip) -> Time:
     chip, shape = chip_of(chip), (axes,) if isinstance(axes, int) else tuple(axes)
     if not shape or not all(type(n) is int and n >= 1 for n in shape):
         raise ValueError(
@@ -194,8 +189,7 @@ def _time(
             if n > level.size:
                 more = "Above it no links are known"
                 if level is not links[-1]:
-                    add = [n // level.size, level.size]
-                    more = f"For more, add an axis in front, as in {add}"
+                    more = f"For more, add an axis in front, as in {[n // level.size, level.size]}"
                 raise ValueError(
                     f"axes={list(shape)}: a {level.name} of {chip.name} joins at most "
                     f"{level.size}. {more}"

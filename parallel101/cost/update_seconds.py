@@ -22,8 +22,7 @@ from math import ceil
 
 from parallel101.cost.cluster import all_gather_seconds
 from parallel101.cost.kernels import memory_seconds
-from parallel101.cost.layer_kernels import RankWork
-from parallel101.cost.layer_seconds import beside
+from parallel101.cost.layer_seconds import RankWork, beside
 from parallel101.cost.model_shape import (
     Gradients,
     ModelShape,

@@ -18,8 +18,14 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101 import collectives
 from parallel101.collectives.segments import best_segments
-from parallel101.cost.closed_forms import FORMS, RINGS, Cost, closed_form
-from parallel101.cost.mesh_forms import torus_form, two_level_form
+from parallel101.cost.closed_forms import (
+    FORMS,
+    RINGS,
+    Cost,
+    closed_form,
+    torus_form,
+    two_level_form,
+)
 from parallel101.laboratory.sim.network import Network
 from parallel101.mesh import split_sizes
 from tests.collectives.cases import ROOTED

@@ -16,8 +16,7 @@ from parallel101.cost import (
     step_time,
 )
 from parallel101.cost.kernels import product_seconds
-from parallel101.cost.layer_kernels import RankWork, linear_products, memory_kernels
-from parallel101.cost.layer_seconds import Seconds
+from parallel101.cost.layer_seconds import RankWork, Seconds, linear_products, memory_kernels
 from parallel101.cost.step_time import bubble_seconds
 from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.models import GPT, GPTConfig, Llama, LlamaConfig

@@ -19,9 +19,8 @@ from parallel101.cost.step_time import step_time
 from parallel101.laboratory.planner.known_models import LLAMA as AS_LLAMA
 from parallel101.laboratory.planner.layout_rules import why_not
 from parallel101.laboratory.planner.planned_layout import most_of
-from parallel101.laboratory.planner.search import NoLayoutError
+from parallel101.laboratory.planner.search import NoLayoutError, samples
 from parallel101.laboratory.planner.trainer_call import model_of, trainer_options
-from parallel101.laboratory.planner.training_plan import samples
 
 GPT = ModelShape(width=512, layers=8, heads=8, vocabulary=1000, time=128, name="small")
 SMALL = ModelShape(width=64, layers=2, heads=4, vocabulary=100, time=32)

@@ -5,6 +5,7 @@ from statistics import mean
 
 import pytest
 
+from parallel101.cli import main
 from parallel101.cost import CHIPS
 from parallel101.cost.kernels import attention_seconds, memory_seconds, product_seconds
 from parallel101.cost.software import (
@@ -13,7 +14,6 @@ from parallel101.cost.software import (
     MEGATRON_2022,
     VTRAIN_PROFILE,
 )
-from parallel101.laboratory.bench.published_runs import main
 from parallel101.laboratory.planner.published import (
     H100_ROWS,
     MEGATRON_ROWS,
@@ -127,7 +127,12 @@ def test_what_is_wrong_is_said(tmp_path, message):
 
 def test_the_command_prints_rows_or_groups_and_draws(tmp_path, capsys):
     picture = tmp_path / "picture.svg"
-    assert main([str(MEGATRON_ROWS), str(VTRAIN_ROWS), "--picture", str(picture)]) == 0
+    assert (
+        main(
+            ["bench", "published", str(MEGATRON_ROWS), str(VTRAIN_ROWS), "--picture", str(picture)]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "| 18.4 | 256 GPUs · dp 32 · tp 8 · microbatch 8 × " in printed
     assert "1440 rows: mean" in printed and "| width 2048 | 720 |" in printed

@@ -7,8 +7,7 @@ from itertools import groupby
 import pytest
 
 from parallel101 import collectives
-from parallel101.cost.closed_forms import closed_form
-from parallel101.cost.mesh_forms import torus_form, two_level_form
+from parallel101.cost.closed_forms import closed_form, torus_form, two_level_form
 from parallel101.laboratory.publish.tools.recorded_collectives import (
     BANDWIDTH,
     ELEMENT,

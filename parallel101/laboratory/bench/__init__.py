@@ -17,21 +17,18 @@ sim           messages per second, ranks, memory      nothing
 pictures      pictures, pages and a first notebook    matplotlib, a page without scripts, spawn
 
 `parallel101 bench published FILE.csv` measures nothing here: it compares the planner's quick model
-with training runs that others have published. See `parallel101 bench published --help`.
+with training runs that others have published (published_runs.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import Literal
 
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.option_types import output_file, reader
+from parallel101.laboratory.option_types import OutputFile
 
-# name of a section → its comparisons, or the function that measures it; imported when it runs,
-# because some need NumPy
+# name of a section → what measures it; imported when it runs, because some need NumPy
 SECTIONS = {
     "launch": "launch_time.measure",
     "collectives": "collective_speed.measure",
@@ -39,49 +36,60 @@ SECTIONS = {
     "training": "timed_training.TRAINING",
     "tensor": "timed_training.TENSORS",
     "pipeline": "timed_training.PIPELINES",
-    "verify": "gpt_steps.VERIFY",
+    "verify": "timed_training.VERIFY",
     "attention": "attention_speed.ATTENTION",
-    "recompute": "gpt_steps.RECOMPUTE",
+    "recompute": "timed_training.RECOMPUTE",
     "sim": "simulator_speed.measure",
     "pictures": "pictures.measure",
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the chosen sections and print each result as soon as it is known.
+def bench(
+    *names: str,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    quick: bool = False,
+    write: OutputFile | None = None,
+    picture: OutputFile | None = None,
+) -> int:
+    """Measure parallel101 on this machine, and compare it with torch.
 
-    Returns the exit status.
+    Args:
+        names: sections (default: all), each compared with a peer: launch (torch's spawn),
+            collectives (torch's own), record (no record), training (DDP, FSDP2), tensor (DTensor),
+            pipeline (torch's pipelining), verify (a step), attention (torch's), recompute (keeping
+            all activations), sim, pictures; or the word published and FILE.csv …: the planner's
+            quick model against training runs that others have published, in tables whose columns
+            parallel101/laboratory/planner/published.py describes
+        backend: backend of the real ranks
+        quick: fewer sizes and repetitions, to see that it works; don't quote these results
+        write: also write the results to this file, as Markdown (as in BENCHMARKS.md)
+        picture: of published only: predicted against measured, as SVG or PNG (default:
+            published.svg)
+
+    Returns 0. Raises ValueError for an unknown section and for a table that can't be read.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["published"]:
-        from parallel101.laboratory.bench import published_runs
+    from parallel101.laboratory.bench.comparison import BenchmarkReport
 
-        return published_runs.main(argv[1:])
-    parser = argparse.ArgumentParser(
-        prog="parallel101 bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    words = f"{', '.join(SECTIONS)} (default: all)"
-    parser.add_argument("sections", nargs="*", metavar="section", help=words)
-    words = "backend of the real ranks (default: gloo)"
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help=words)
-    words = "fewer sizes and repetitions, to see that it works; don't quote these results"
-    parser.add_argument("--quick", action="store_true", help=words)
-    words = "also write the results to FILE, as Markdown (as in BENCHMARKS.md)"
-    parser.add_argument("--write", type=reader(output_file), metavar="FILE", help=words)
-    options = parser.parse_args(argv)
-    unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"{unknown[0]!r} is not a section; the sections are: {', '.join(SECTIONS)}")
-    report = BenchmarkReport(sys.stdout)
-    report.machine()
-    for name in options.sections or SECTIONS:
-        module, within = SECTIONS[name].split(".")
-        found = getattr(import_module(f"{__name__}.{module}"), within)
-        for measure in [found] if callable(found) else [one.measure for one in found]:
-            measure(report, backend=options.backend, quick=options.quick)
-    if options.write:
-        options.write.write_text("\n".join(report.lines).rstrip() + "\n")
-        print(f"\nWrote {options.write}")
+    report, published = BenchmarkReport(), names[:1] == ("published",)
+    if published and (quick or backend != "gloo"):
+        raise ValueError("published measures nothing: leave out --quick and --backend")
+    if picture and not published:
+        raise ValueError("--picture belongs to published: parallel101 bench published FILE.csv")
+    if published:
+        from parallel101.laboratory.bench.published_runs import compare
+
+        compare(report, names[1:], picture or Path("published.svg"))
+    elif unknown := [name for name in names if name not in SECTIONS]:
+        expected = ", ".join(SECTIONS)
+        raise ValueError(f"{unknown[0]!r} is not a section; the sections are: {expected}")
+    else:
+        report.machine()
+        for name in names or SECTIONS:
+            module, within = SECTIONS[name].split(".")
+            found = getattr(import_module(f"{__name__}.{module}"), within)
+            for measure in found if isinstance(found, list) else [found]:
+                measure(report, backend=backend, quick=quick)
+    if write:
+        write.write_text("\n".join(report.lines).rstrip() + "\n")
+        print(f"\nWrote {write}")
     return 0

@@ -52,13 +52,12 @@ def torchs_context_parallel(length: int) -> Iterator[None]:
         yield
 
 
+ZIGZAG = partial(p101.ring_attention, layout="zigzag")
 PEER = "torch's, a share of the heads"
 SIDES = {
     PEER: AttentionSide("heads", torchs),
     "ring attention": AttentionSide("contiguous", p101.ring_attention),
-    "ring attention, zigzag": AttentionSide(
-        "zigzag", partial(p101.ring_attention, layout="zigzag")
-    ),
+    "ring attention, zigzag": AttentionSide("zigzag", ZIGZAG),
     "Ulysses": AttentionSide("contiguous", p101.ulysses_attention),
     # its load balancer cuts the time as zigzag does
     "torch's context parallel": AttentionSide("zigzag", torchs, torchs_context_parallel),

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel101 as p101
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.bench.comparison import ratio, seconds_of, take_turns
+from parallel101.laboratory.bench.comparison import BenchmarkReport, ratio, seconds_of, take_turns
 from parallel101.laboratory.bench.peer_jobs import ask, peer_jobs
 from parallel101.laboratory.record.units import human_bytes
 
@@ -56,10 +55,6 @@ TORCHS_OWN: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda x, n, first: dist.all_reduce(x.clone()),
     "all_to_all": lambda x, n, first: dist.all_to_all_single(torch.empty_like(x), x),
 }
-
-
-def torchs(operation: str, x: Tensor) -> None:
-    TORCHS_OWN[operation](x, dist.get_world_size(), dist.get_rank() == 0)
 
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
@@ -98,41 +93,28 @@ def _rows(n: int, launch: partial, sizes: list[int]) -> Iterator[tuple[str, ...]
 
 
 def time_rounds(port: int, rounds: int, operation: str, nbytes: int) -> list[dict[str, float]]:
-    """Return the seconds per call of each side, for each round."""
-    x, ours = _input(operation, nbytes), getattr(p101, operation)
-    sides = {
-        OURS: partial(seconds_of, partial(ours, x)),
-        TORCHS: partial(_asked, port, operation, nbytes),
+    """Return the seconds per call of each side, for each round; rank 0 alone knows torch's."""
+    x, first = _input(operation, nbytes), dist.get_rank() == 0
+    asked = partial(ask, port, TORCHS, time_torchs, operation, nbytes)
+    sides: dict[str, Callable[[int], float]] = {
+        OURS: partial(seconds_of, partial(getattr(p101, operation), x)),
+        TORCHS: asked if first else float,  # the others wait in the next side's barrier
         INSIDE: partial(time_torchs, operation, nbytes),
     }
     for side in sides.values():  # warm up: connections are opened and memory is allocated
         side(2)
-    calls = {
-        name: max(1, min(2000, int(SECONDS / _slowest(side(2))))) for name, side in sides.items()
-    }
-    return take_turns({name: partial(side, calls[name]) for name, side in sides.items()}, rounds)
+    counts = torch.tensor([min(2000, int(SECONDS / side(2)) + 1) for side in sides.values()])
+    dist.broadcast(counts, 0)  # all ranks make the same number of calls
+    calls = zip(sides.items(), counts.tolist())
+    return take_turns({name: partial(side, count) for (name, side), count in calls}, rounds)
 
 
 def time_torchs(operation: str, nbytes: int, calls: int) -> float:
     """Return the seconds per call of torch's own function, on the ranks that call this."""
-    return seconds_of(partial(torchs, operation, _input(operation, nbytes)), calls)
-
-
-def _asked(port: int, operation: str, nbytes: int, calls: int) -> float:
-    seconds = torch.zeros((), dtype=torch.float64)
-    if dist.get_rank() == 0:
-        seconds.fill_(ask(port, TORCHS, time_torchs, operation, nbytes, calls))
-    dist.broadcast(seconds, 0)
-    return seconds.item()
+    x, n, first = _input(operation, nbytes), dist.get_world_size(), dist.get_rank() == 0
+    return seconds_of(partial(TORCHS_OWN[operation], x, n, first), calls)
 
 
 def _input(operation: str, nbytes: int) -> Tensor:
     n = dist.get_world_size()
     return torch.ones(nbytes // 4 // n * (1 if operation in ("gather", "all_gather") else n))
-
-
-def _slowest(seconds: float) -> float:
-    """Return the slowest rank's time: all ranks must derive the same number of calls from it."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()

@@ -10,13 +10,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import parallel101 as p101
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.bench.comparison import ratio_table, take_turns
+from parallel101.laboratory.bench.comparison import BenchmarkReport, take_turns
+from parallel101.laboratory.bench.peer_jobs import join
 from parallel101.laboratory.doctor import sum_of_ranks
 from parallel101.laboratory.ranks.processes import stop_server
 
@@ -28,9 +27,8 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     stop_server()
     cold = time_launch(backend)
     clocks = {WARM: partial(time_launch, backend), SPAWN: partial(time_spawn, backend)}
-    rounds = take_turns(clocks, 2 if quick else 9)
-    report.heading(f"Launch of {RANKS} {backend} ranks, up to the result of their first all_reduce")
-    report.table(*ratio_table(rounds, {"/ spawn": SPAWN}))
+    title = f"Launch of {RANKS} {backend} ranks, up to the result of their first all_reduce"
+    report.ratios(title, take_turns(clocks, 2 if quick else 9), {"/ spawn": SPAWN})
     report.sentence(f"The first `launch` of a process also starts its server: {cold * 1e3:.0f} ms.")
 
 
@@ -54,12 +52,6 @@ def time_spawn(backend: str) -> float:
 
 
 def _spawned_rank(rank: int, backend: str, store: str, queue) -> None:
-    torch.set_num_threads(1)  # as launch does, and on NCCL one GPU each
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device("cuda")
-    dist.init_process_group(
-        backend, store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
-    )
+    join(backend, rank, store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     queue.put(sum_of_ranks())
     dist.destroy_process_group()

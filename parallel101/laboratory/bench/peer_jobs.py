@@ -85,7 +85,6 @@ def ask(port: int, job: str, function: Callable[..., Any], *arguments: Any) -> A
 
 def serve(port: int, job: str) -> None:
     """Answer until the jobs end; each rank of a job calls this."""
-    torch.set_num_threads(1)
     store, turn = dist.TCPStore("127.0.0.1", port, timeout=HOUR), 1
     store.set(f"{job}/ready", "")
     while question := store.get(f"{job}/{turn}"):
@@ -100,14 +99,20 @@ def serve(port: int, job: str) -> None:
         turn += 1
 
 
+def join(backend: str, local_rank: int, **options: Any) -> None:
+    """Join torch's process group with one thread and, on NCCL, one GPU, as ranks of `launch` do."""
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
+        torch.set_default_device("cuda")
+    dist.init_process_group(backend, **options)
+
+
 if __name__ == "__main__":
     port, name, backend = int(sys.argv[1]), *sys.argv[2:4]
     if sys.argv[4:] == ["launch"]:
         p101.launch(serve, port, name, backend=backend, timeout=HOUR.total_seconds())
     else:
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            torch.set_default_device("cuda")
-        dist.init_process_group(backend)
+        join(backend, int(os.environ["LOCAL_RANK"]))
         serve(port, name)
         dist.destroy_process_group()

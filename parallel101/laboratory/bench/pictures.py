@@ -26,7 +26,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 import parallel101 as p101
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
+from parallel101.laboratory.bench.comparison import BenchmarkReport
 from parallel101.laboratory.bench.launch_time import time_spawn
 from parallel101.laboratory.publish.find import find_lessons, select_lessons
 from parallel101.laboratory.publish.run_page import run_page
@@ -35,7 +35,8 @@ from parallel101.laboratory.ranks.launch import Run
 from parallel101.laboratory.viz.chromium import Browser, find_chromium
 from parallel101.spans import recorder
 
-TableRow = tuple[str, ...]
+Row = tuple[str, ...]
+Values = Sequence[float]
 HEAD = ["", "measured", "limit", "kept", "compared with", "measured there", "ratio"]
 BARE = "the same page without scripts"
 
@@ -46,30 +47,18 @@ LAUNCH = f"p101.launch({RING}, torch.ones(8), world_size=4)"
 EXPLORE = "from parallel101 import explore_collective\n\nexplorer = explore_collective()\nexplorer"
 CHANGE = "explorer.controls['numbers'].value = {}"
 READING = 5.0  # seconds that a learner reads between two cells
-FIRST = "notebook: the first `watch`, at once after the imports"
-WITH_IMPORTS = "`import torch`, `import parallel101` and the first `watch`"
-ALONE = "`import parallel101` and the first `watch`, in one cell"
-READ = f"the first `watch`, {READING:g} s after the imports"
-NEXT, CHANGED = "the next `watch`", "a change in the explorer: 4 ranks, gloo"
-SPAWNED, LAUNCHED = "`spawn` of 4 ranks", "`launch` of 4 ranks, without a picture"
+SPAWN, NEW = "`spawn` of 4 ranks", "`launch` of 4 ranks, without a picture"
+# what is measured in a notebook; the limit in seconds; the peer
+NOTEBOOK = {
+    "first": ("notebook: the first `watch`, at once after the imports", 2.5, SPAWN),
+    "imports": ("`import torch`, `import parallel101` and the first `watch`", 2.5, SPAWN),
+    "alone": ("`import parallel101` and the first `watch`, in one cell", 2.5, SPAWN),
+    "read": (f"the first `watch`, {READING:g} s after the imports", 2.5, SPAWN),
+    "next": ("the next `watch`", 0.2, NEW),
+    "changed": ("a change in the explorer: 4 ranks, gloo", 0.3, NEW),
+}
 
-USABLE = """new Promise(done => {  // milliseconds since the page was asked for
-  const figures = [...document.querySelectorAll("figure.p101")], scripts = document.scripts.length;
-  const chooser = ".chooser:not([data-ready])";  // of steps, on the page of a long run
-  const mounted = () => !scripts || !document.querySelector(chooser) &&
-    figures.every(figure => "step" in figure.dataset);
-  const ready = () => document.readyState === "complete" && mounted();
-  const root = figure => figure.querySelector("div").shadowRoot;
-  const shown = () => requestAnimationFrame(() => done(performance.now()));
-  const answer = () => {
-    const moving = each => root(each).querySelector(".player:not(.still)");
-    const figure = scripts && figures.find(moving);
-    if (!figure) return shown();
-    root(figure).querySelector("[data-do=next]").click();
-    const moved = () => +figure.dataset.time > 0 ? shown() : requestAnimationFrame(moved);
-    moved(); };
-  const look = () => ready() ? answer() : setTimeout(look, 2);
-  look(); })"""
+USABLE = Path(__file__).with_name("usable.js").read_text(encoding="utf-8")
 
 
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
@@ -83,7 +72,7 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     )
 
 
-def _rows(quick: bool) -> Iterator[TableRow]:
+def _rows(quick: bool) -> Iterator[Row]:
     run = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8)
     yield from animation_rows(run, 2 if quick else 9)
     if (chromium := find_chromium()) is not None:
@@ -93,17 +82,12 @@ def _rows(quick: bool) -> Iterator[TableRow]:
     yield from notebook_rows(1 if quick else 3)
 
 
-def row(
-    what: str,
-    unit: str,
-    ours: Sequence[float],
-    limit: float,
-    peer: str = "",
-    theirs: Sequence[float] = (),
-) -> TableRow:
-    """Return a row of the table: what is measured must be at most `limit`."""
-    measured = statistics.median(ours)
-    compared = ("", "", "")
+def row(what: str, unit: str, ours: Values, limit: float, peer: str = "", *theirs: float) -> Row:
+    """Return a row of the table: the median of `ours` must be at most `limit`.
+
+    Args: theirs: what was measured of the peer, in turn with ours.
+    """
+    measured, compared = statistics.median(ours), ("", "", "")
     if theirs:
         ratio = statistics.median(a / b for a, b in zip(ours, theirs))
         compared = (peer, f"{statistics.median(theirs):.3g} {unit}", f"**{ratio:.2g}**")
@@ -111,7 +95,7 @@ def row(
     return (what, f"{measured:.3g} {unit}", f"{limit:g} {unit}", kept, *compared)
 
 
-def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
+def animation_rows(run: Run, rounds: int) -> Iterator[Row]:
     """Build the animation of a run."""
     seconds = []
     for _ in range(rounds + 1):
@@ -126,7 +110,7 @@ def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
 # ---- in a browser ----
 
 
-def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> TableRow:
+def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> Row:
     """Write the page of a long run, and measure how long it takes until one can choose steps.
 
     The run is as large as the one that `parallel101 run` records of DDP with four buckets.
@@ -147,9 +131,7 @@ def long_run_row(browser: Browser, folder: Path, steps: int, rounds: int) -> Tab
     return row(f"{name}, is usable", "s", *usable(browser, page, rounds))
 
 
-def page_rows(
-    browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()
-) -> Iterator[TableRow]:
+def page_rows(browser: Browser, folder: Path, rounds: int, names: list[str]) -> Iterator[Row]:
     """Build the site, or only the lessons in `names`, and measure how long each page takes."""
     site = folder / "site"
     if failed := publish(select_lessons(find_lessons(), names), site, report=lambda _: None).failed:
@@ -163,9 +145,7 @@ def page_rows(
     yield row("the whole site", "MB", [sum(sizes) / 1e6], 25)
 
 
-def usable(
-    browser: Browser, page: Path, rounds: int
-) -> tuple[list[float], float, str, list[float]]:
+def usable(browser: Browser, page: Path, rounds: int) -> tuple[Any, ...]:
     """Return the seconds until a page is usable, their limit, and those without its scripts."""
     bare = page.with_name(f"{page.stem} bare.html")
     html = re.sub(r"<script\b.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -177,7 +157,7 @@ def usable(
             browser.until(f"location.href === '{file.as_uri()}'")
             seconds.append(browser.js(USABLE) / 1e3)
     bare.unlink()
-    return took[page], 1.0, BARE, took[bare]
+    return took[page], 1.0, BARE, *took[bare]
 
 
 # ---- in a notebook ----
@@ -221,29 +201,25 @@ def fresh_kernel() -> Iterator[Callable[..., float]]:
         manager.shutdown_kernel()
 
 
-def notebook_rows(kernels: int) -> Iterator[TableRow]:
+def notebook_rows(kernels: int) -> Iterator[Row]:
     """Run the cells of a learner in fresh kernels: in one go, and with time to read in between."""
     took: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(kernels):
         with fresh_kernel() as seconds_of:
-            imports = seconds_of(IMPORTS)
-            took[FIRST].append(seconds_of(WATCH, "<figure"))
-            took[WITH_IMPORTS].append(imports + took[FIRST][-1])
+            imports, first = seconds_of(IMPORTS), seconds_of(WATCH, "<figure")
+            took["first"].append(first)
+            took["imports"].append(imports + first)
             for _ in range(5):
-                took[NEXT].append(seconds_of(WATCH, "<figure"))
-                took[LAUNCHED].append(seconds_of(LAUNCH))
+                took["next"].append(seconds_of(WATCH, "<figure"))
+                took[NEW].append(seconds_of(LAUNCH))
             seconds_of(EXPLORE, "<figure")
-            took[CHANGED] += [
-                seconds_of(CHANGE.format(numbers)) for numbers in (12, 16, 20, 24, 28)
-            ]
+            took["changed"] += [seconds_of(CHANGE.format(n)) for n in (12, 16, 20, 24, 28)]
         with fresh_kernel() as seconds_of:
             seconds_of(IMPORTS)
             time.sleep(READING)
-            took[READ].append(seconds_of(WATCH, "<figure"))
+            took["read"].append(seconds_of(WATCH, "<figure"))
         with fresh_kernel() as seconds_of:  # it and the fork server import torch at the same time
-            took[ALONE].append(seconds_of(f"import parallel101 as p101\n\n{WATCH}", "<figure"))
-        took[SPAWNED].append(time_spawn("gloo"))
-    for what in (FIRST, WITH_IMPORTS, ALONE, READ):
-        yield row(what, "s", took[what], 2.5, SPAWNED, took[SPAWNED])
-    for what, limit in ((NEXT, 0.2), (CHANGED, 0.3)):
-        yield row(what, "s", took[what], limit, LAUNCHED, took[LAUNCHED])
+            took["alone"].append(seconds_of(f"import parallel101 as p101\n\n{WATCH}", "<figure"))
+        took[SPAWN].append(time_spawn("gloo"))
+    for key, (what, limit, peer) in NOTEBOOK.items():
+        yield row(what, "s", took[key], limit, peer, *took[peer])

@@ -7,15 +7,13 @@ described in parallel101/laboratory/planner/published.py.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.option_types import output_file, reader
+from parallel101.laboratory.bench.comparison import BenchmarkReport
 from parallel101.laboratory.planner.published import PublishedError, published_errors, summary
 
 MOST_ROWS = 40
@@ -24,44 +22,27 @@ GROUPS: dict[str, Callable[[PublishedError], int | str]] = {
     "program:": lambda row: row.run.software.name,
     "tokens of a sample": lambda row: row.run.shape.time,
     "GPUs": lambda row: row.run.layout.gpus,
-    "tp": lambda row: row.run.layout.tp,
-    "pp": lambda row: row.run.layout.pp,
-    "dp": lambda row: row.run.layout.dp,
+    **{name: attrgetter(f"run.layout.{name}") for name in ("tp", "pp", "dp", "microbatch")},
     "width": lambda row: row.run.shape.width,
-    "microbatch": lambda row: row.run.layout.microbatch,
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the errors, draw the picture, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="parallel101 bench published",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("table", type=Path, metavar="FILE.csv", nargs="+")
-    words = "predicted against measured, as SVG or PNG (default: published.svg)"
-    parser.add_argument(
-        "--picture",
-        type=reader(output_file),
-        default=Path("published.svg"),
-        metavar="FILE",
-        help=words,
-    )
-    options = parser.parse_args(argv)
-    tables = {}
-    for path in options.table:
-        try:
-            tables[path.stem] = published_errors(path)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
-    report = BenchmarkReport(sys.stdout)
+def compare(report: BenchmarkReport, paths: Sequence[str], picture: Path) -> None:
+    """Report the errors of each table, and draw the picture.
+
+    Raises ValueError for a table that can't be read, and for none.
+    """
+    if not paths:
+        raise ValueError("published needs a table: parallel101 bench published FILE.csv")
+    try:
+        tables = {Path(path).stem: published_errors(path) for path in paths}
+    except OSError as error:
+        raise ValueError(str(error)) from None
     for name, rows in tables.items():
         report.sentence(f"{name}: {summary(rows)}")
         report.table(*(by_row(rows) if len(rows) <= MOST_ROWS else by_group(rows)))
-    draw(tables, options.picture)
-    print(f"Wrote {options.picture}")
-    return 0
+    draw(tables, picture)
+    print(f"Wrote {picture}")
 
 
 def by_row(rows: Sequence[PublishedError]) -> tuple[list[str], list[list[str]]]:

@@ -15,8 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.laboratory.bench.benchmark_report import BenchmarkReport
-from parallel101.laboratory.bench.comparison import Benchmark, Work, ratio_table, take_turns
+from parallel101.laboratory.bench.comparison import (
+    Benchmark,
+    BenchmarkReport,
+    Work,
+    take_turns,
+)
 from parallel101.laboratory.bench.peer_jobs import ask, peer_jobs
 from parallel101.laboratory.bench.timed_training import batch_of_rank, ddp, whole_model
 
@@ -38,7 +42,7 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
             {f"/ {PLAIN}": PLAIN},
             ranks=(2,),
             options={"trace": trace},
-        ).measure(report, backend=backend, quick=quick)
+        )(report, backend=backend, quick=quick)
     steps, rounds = (2, 3) if quick else (10, 60)
     with tempfile.TemporaryDirectory() as folder:
         record = ["-m", "parallel101", "run", "--record", folder]
@@ -48,9 +52,9 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
             take_turns(clocks, 1)
             times = take_turns(clocks, rounds)
     for k, what in enumerate(("", ": CPU time of rank 0")):
-        report.heading(f"What watching and recording cost a step of DDP on 2 ranks{what}")
+        title = f"What watching and recording cost a step of DDP on 2 ranks{what}"
         seconds = [{name: took[k] for name, took in of.items()} for of in times]
-        report.table(*ratio_table(seconds, {f"/ {ALONE}": ALONE}))
+        report.ratios(title, seconds, {f"/ {ALONE}": ALONE})
     report.sentence(
         f"Ratios are medians over {rounds} rounds of {steps} steps. 95 %: where the median would "
         "be if there were more rounds, with that probability."

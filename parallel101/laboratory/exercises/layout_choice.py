@@ -140,9 +140,8 @@ def planned(
     shape: ModelShape, device: str, gpus: int, memory: float, batch: int
 ) -> tuple[ParallelLayout, float]:
     """Return the planner's fastest layout without context and expert parallel, and its MFU."""
-    from parallel101.laboratory.planner.training_plan import (
-        plan,  # here, so that no rank has it in its memory
-    )
+    # here, so that no rank has it in its memory
+    from parallel101.laboratory.planner.search import plan
 
     found = plan(
         shape,

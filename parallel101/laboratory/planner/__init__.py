@@ -2,13 +2,12 @@
 
 known_models.py     the shape of a model: by name, from a JSON file, or from five numbers
 layout_rules.py     which layouts there are, and which a HybridTrainer accepts
-search.py           ranks all layouts that fit by the quick model of parallel101.cost
-simulated_step.py   runs one on virtual GPUs
+search.py           p101.plan(…): ranks all layouts that fit by the quick model of parallel101.cost
+planned_layout.py   its result
+simulated_step.py   runs a layout on virtual GPUs
 trainer_call.py     the HybridTrainer call that builds it
-planned_layout.py   what is found
-training_plan.py    p101.plan(…), which does all of this
-plan_report.py      its result as text and as JSON, and what it does not model
-plan_picture.py     its result as a picture
+plan_report.py      a plan as text and as JSON, and what it does not model
+plan_picture.py     a plan as a picture
 plan_command.py     parallel101 plan
 published.py        the quick model against published training runs
 """

@@ -20,13 +20,8 @@ from typing import Any
 from parallel101.cost.model_shape import ModelShape
 
 # what LLaMAs have in common
-LLAMA: dict[str, Any] = {
-    "gated": True,
-    "norm": "rms",
-    "biases": False,
-    "positions": "rotary",
-    "tied": False,
-}
+LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "positions": "rotary"}
+LLAMA |= {"biases": False, "tied": False}
 # "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3; vocabulary: their tokenizer's 128,000
 # tokens and 256 special ones; time: section 3.4.1, before the context is extended
 LLAMA_3 = ModelShape(4096, 32, 32, 128256, 8192, 8, 14336, **LLAMA, name="llama-3-8b")

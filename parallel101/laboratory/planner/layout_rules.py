@@ -32,8 +32,7 @@ Refusals = list[tuple[str, ParallelLayout]]  # the reason, and the refused mesh 
 
 
 def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def choices(tried: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

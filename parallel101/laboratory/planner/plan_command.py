@@ -8,7 +8,7 @@ parallel101 plan --model config.json --gpus 64 --layout tp=8,recompute=full --to
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from parallel101.laboratory.option_types import Amount, Fields, Memory, OutputFile, PictureFile
 
@@ -62,28 +62,15 @@ def plan(
 
     Returns 0, or 1 if no layout fits. Raises ValueError for arguments that can't be.
     """
-    from parallel101.laboratory.planner import training_plan
+    from parallel101.laboratory.planner import search
     from parallel101.laboratory.planner.plan_report import quick_text, simulated_text
-    from parallel101.laboratory.planner.search import NoLayoutError
 
+    options: dict[str, Any] = {"gpus": gpus, "device": device, "memory": memory}
+    options |= {"time": time, "attention": attention, "ring": ring, "precision": precision}
+    options |= {"batch_tokens": batch_tokens, "layout": layout, "top": top, "every": all}
     try:
-        found = training_plan.plan(
-            model,
-            gpus=gpus,
-            device=device,
-            batch_tokens=batch_tokens,
-            time=time,
-            memory=memory,
-            nodes_of=nodes_of,
-            attention=attention,
-            ring=ring,
-            precision=precision,
-            layout=layout,
-            top=top,
-            every=all,
-            simulate=0,
-        )
-    except NoLayoutError as error:
+        found = search.plan(model, nodes_of=nodes_of, simulate=0, **options)
+    except search.NoLayoutError as error:
         print(f"parallel101 plan: {error}", file=sys.stderr)
         return 1
     print(quick_text(found), end="", flush=True)

@@ -17,7 +17,7 @@ from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    RankedLayouts,
+    TrainingPlan,
     layout_text,
     layout_words,
 )
@@ -42,7 +42,7 @@ STYLE = (
 )
 
 
-def plan_scene(plan: RankedLayouts) -> Scene:
+def plan_scene(plan: TrainingPlan) -> Scene:
     """Draw a plan as a still Scene."""
     best = plan.best
     scene = Scene(960, 100, f"{plan.model} on {plan.gpus}")
@@ -190,17 +190,12 @@ def _gpu(
     panel: Node, layout: ParallelLayout, gpu: int, axes: list[str], x: float, y: float
 ) -> None:
     """Draw a square for one GPU, with its place along these axes."""
-    place = place_of(layout, gpu)
+    place = {axis: gpu // n % getattr(layout, axis) for axis, n in layout.strides.items()}
     class_, title = place["dp"] % 8, ", ".join(f"{axis} {n}" for axis, n in place.items())
     panel.rect(x, y, SQUARE - 2, TALL, f"part f{class_}", title=f"GPU {gpu}: {title}")
     for line, axis in enumerate(axes):
         top = y + TALL / 2 - 5.5 * len(axes) + 11 * line
         panel.label(f"{axis} {place[axis]}", (x - 2, top, SQUARE + 2, 11), f"o{class_}", 9, 0)
-
-
-def place_of(layout: ParallelLayout, gpu: int) -> dict[str, int]:
-    """Return the position of a GPU along each axis."""
-    return {axis: gpu // stride % getattr(layout, axis) for axis, stride in layout.strides.items()}
 
 
 def crossing(layout: ParallelLayout, per_node: int) -> list[str]:

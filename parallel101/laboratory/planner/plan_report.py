@@ -6,13 +6,14 @@ import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    RankedLayouts,
+    TrainingPlan,
     fixed_words,
     layout_text,
 )
@@ -39,15 +40,11 @@ NOT_MODELLED = {
 
 
 # the columns of the table of layouts
-COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
-    "dp": lambda of: str(of.layout.dp),
-    "tp": lambda of: str(of.layout.tp),
-    "pp": lambda of: str(of.layout.pp),
-    "cp": lambda of: str(of.layout.cp),
-    "ep": lambda of: str(of.layout.ep),
+COLUMNS: dict[str, Callable[[PlannedLayout], int | str]] = {
+    **{axis: attrgetter(f"layout.{axis}") for axis in ("dp", "tp", "pp", "cp", "ep")},
     "microbatch": lambda of: f"{of.layout.microbatch} × {of.layout.microbatches}",
-    "chunks": lambda of: str(of.layout.chunks),
-    "ZeRO": lambda of: str(of.layout.zero_stage),
+    "chunks": attrgetter("layout.chunks"),
+    "ZeRO": attrgetter("layout.zero_stage"),
     "step": lambda of: human_seconds(of.seconds),
     "range": lambda of: f"{human_seconds(of.time.low)} – {human_seconds(of.time.high)}",
     "tokens/s": lambda of: f"{of.tokens_per_second:,.0f}",
@@ -55,7 +52,7 @@ COLUMNS: dict[str, Callable[[PlannedLayout], str]] = {
     "HFU": lambda of: f"{of.time.hfu:.1%}",
     "first": lambda of: decimal_bytes(of.memory[0].total),
     "last": lambda of: decimal_bytes(of.memory[-1].total),
-    "recompute": lambda of: of.layout.recompute,
+    "recompute": attrgetter("layout.recompute"),
     "along time": lambda of: "sequence parallel" * of.layout.sequence_parallel,
 }
 USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
@@ -64,7 +61,7 @@ USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
 # ── text ──
 
 
-def quick_text(plan: RankedLayouts) -> str:
+def quick_text(plan: TrainingPlan) -> str:
     """Return the tables of the quick model, for a terminal of about 130 columns."""
     best, shape, cluster = plan.best, plan.shape, plan.cluster
     count, nodes, reason = shape.parameters, cluster.gpus / cluster.nodes_of, why_no_model(shape)
@@ -83,12 +80,13 @@ def quick_text(plan: RankedLayouts) -> str:
     rows = [[f"{of.count:,}", of.of, of.reason, layout_text(of.example)] for of in plan.why_not]
     tables = [TextTable("Refused", ["", "", "why", "for example"], rows, 1)] * bool(rows)
     rows = [[what, text] for what, text in NOT_MODELLED.items()]
-    head = ["", "what the plan assumes, or leaves to you"]
-    tables.append(TextTable("Not modelled", head, rows, 0))
+    tables.append(
+        TextTable("Not modelled", ["", "what the plan assumes, or leaves to you"], rows, 0)
+    )
     return "\n\n".join([*parts, *map(as_text, tables)]) + "\n"
 
 
-def simulated_text(plan: RankedLayouts) -> str:
+def simulated_text(plan: TrainingPlan) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     seconds, rows, failed = {}, [], []
     for number, of in enumerate(plan, 1):
@@ -101,9 +99,7 @@ def simulated_text(plan: RankedLayouts) -> str:
             shown = [human_seconds(of.own_seconds), took, f"{step.mfu:.1%}", *peaks]
             rows.append([str(number), *shown, layout_text(of.layout)])
     order = sorted(seconds, key=seconds.__getitem__)
-    note = "The order stays."
-    if order != [*seconds]:
-        note = f"The order changes: {', '.join(order)}."
+    note = "The order stays." if order == [*seconds] else f"The order changes: {', '.join(order)}."
     title = "The same steps on virtual GPUs, by the trainer itself, with its memory counted"
     title += " and its own ring attention" * bool(ring_note(plan))
     head = ["", "quick model", "simulated", "MFU", "first", "last", "layout"]
@@ -111,9 +107,9 @@ def simulated_text(plan: RankedLayouts) -> str:
     return "".join(f"\n{part}\n" for part in [table] * bool(rows) + failed)
 
 
-def layouts_table(plan: RankedLayouts) -> TextTable:
+def layouts_table(plan: TrainingPlan) -> TextTable:
     """Return a table with one row for each of the best layouts."""
-    columns = {name: [text(of) for of in plan] for name, text in COLUMNS.items()}
+    columns = {name: [str(text(of)) for of in plan] for name, text in COLUMNS.items()}
     for name, cells in list(columns.items()):
         if not any(cells) or (name in USED and {*cells} <= {"0", "1"}):
             del columns[name]
@@ -129,7 +125,7 @@ def layouts_table(plan: RankedLayouts) -> TextTable:
     )
 
 
-def ring_note(plan: RankedLayouts) -> str:
+def ring_note(plan: TrainingPlan) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -169,7 +165,7 @@ def memory_table(of: PlannedLayout) -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: RankedLayouts) -> str:
+def plan_json(plan: TrainingPlan) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {

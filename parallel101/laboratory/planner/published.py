@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -153,19 +153,9 @@ class PublishedError(NamedTuple):
 
     run: PublishedRun
     step: StepTime
-
-    @property
-    def predicted(self) -> float:
-        return self.step.seconds
-
-    @property
-    def measured(self) -> float:
-        return self.run.measured
-
-    @property
-    def error(self) -> float:
-        """The relative error: (predicted − measured) / measured."""
-        return self.predicted / self.measured - 1
+    predicted: float
+    measured: float
+    error: float  # relative: (predicted − measured) / measured
 
 
 class ErrorSummary(NamedTuple):
@@ -177,10 +167,8 @@ class ErrorSummary(NamedTuple):
     worst: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.rows} rows: mean {self.mean:.1%}, median {self.median:.1%}, "
-            f"worst {self.worst:.1%}"
-        )
+        errors = f"mean {self.mean:.1%}, median {self.median:.1%}, worst {self.worst:.1%}"
+        return f"{self.rows} rows: {errors}"
 
 
 def summary(errors: Iterable[PublishedError]) -> ErrorSummary:
@@ -197,9 +185,12 @@ def published_errors(path: str | Path | None = None, **given: str) -> list[Publi
 
     Raises ValueError, with the row's number, for rows that can't be understood or laid out.
     """
-    runs = read_runs(path or MEGATRON_ROWS, **given)
-    steps = [step_time(r.shape, r.layout, r.cluster, software=r.software) for r in runs]
-    return list(map(PublishedError, runs, steps))
+    errors = []
+    for run in read_runs(path or MEGATRON_ROWS, **given):
+        step = step_time(run.shape, run.layout, run.cluster, software=run.software)
+        error = step.seconds / run.measured - 1
+        errors.append(PublishedError(run, step, step.seconds, run.measured, error))
+    return errors
 
 
 def read_runs(path: str | Path, **given: str) -> list[PublishedRun]:
@@ -298,19 +289,17 @@ def run_of(row: Mapping[str, str], vtrain: bool) -> PublishedRun:
     cluster = Cluster(chip_of(values["device"]), gpus, nodes_of, network=network)
     flops = hardware_flops(shape, layout.batch, recompute) / layout.gpus
     tokens = layout.batch * shape.time / layout.gpus
-    # of a step; TFLOP/s count what is computed again
-    seconds: dict[str, Callable[[float], float]] = {
-        "seconds": lambda value: value,
-        "milliseconds": lambda value: value / 1000,
-        "tokens": lambda value: tokens / value,
-        "tflops": lambda value: flops / (value * 1e12),
-    }
-    known = [name for name in seconds if name in values]
+    known = [name for name in ("seconds", "milliseconds", "tokens", "tflops") if name in values]
     if not known:
         raise ValueError(
             "the row has no time: expected a column such as step_s, iteration time (ms), "
             "tokens_s_gpu or tflops_gpu"
         )
-    measured = seconds[known[0]](float(values[known[0]]))
+    value = float(values[known[0]])
+    if value <= 0:
+        raise ValueError(f"{known[0]}={value:g}: expected a number above 0")
+    # TFLOP/s count what is computed again
+    seconds = {"seconds": value, "milliseconds": value / 1000, "tokens": tokens / value}
+    measured = (seconds | {"tflops": flops / (value * 1e12)})[known[0]]
     name, used = values.get("name", f"{shape.parameters / 1e9:.1f}B"), values.get("used", "")
     return PublishedRun(name, shape, layout, cluster, SOFTWARE[program], measured, used)

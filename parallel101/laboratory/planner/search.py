@@ -1,26 +1,34 @@
-"""Ranks the layouts of a model on a cluster by the quick model: of each mesh the fastest that fits.
+"""p101.plan(model, gpus=1024): ranks the layouts of a model on a cluster by the quick model.
 
     meshes ─▶ layouts of each ─▶ seconds of a step ─▶ sorted ─▶ fits the memory?
 
-Nothing is left out by a guess: of a search without fixed fields, the best layout is the best of all
-that layout_rules.py lists.
+All layouts are timed, and from the fastest on their memory is counted until enough fit: of each
+mesh the fastest. Of equally fast layouts, those that need less memory are first. Nothing is left
+out by a guess: of a search without fixed fields, the best layout is the best of all that
+layout_rules.py lists.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from parallel101.cost.cluster import Cluster
+from parallel101.cost.hardware import CHIPS, chip_of
 from parallel101.cost.model_shape import ModelShape
 from parallel101.cost.parallel_layout import ParallelLayout
-from parallel101.cost.software import TRAINERS, Software
+from parallel101.cost.software import OWN_RING, TRAINERS
 from parallel101.cost.step_memory import step_memory
 from parallel101.cost.step_time import step_time
+from parallel101.laboratory.planner.known_models import BATCHES, shape_of_model
 from parallel101.laboratory.planner.layout_rules import (
+    KEYS,
     Refusals,
     can_be_staged,
+    check_fixed,
     choices,
     divisors,
     layouts_of,
@@ -29,7 +37,7 @@ from parallel101.laboratory.planner.layout_rules import (
 )
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    RankedLayouts,
+    TrainingPlan,
     WhyNot,
     bar,
     fixed_words,
@@ -37,6 +45,9 @@ from parallel101.laboratory.planner.planned_layout import (
     most_of,
 )
 from parallel101.laboratory.record.units import decimal_bytes
+
+RINGS = {"fused": TRAINERS, "own": OWN_RING}
+BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
 
 
 class NoLayoutError(ValueError):
@@ -49,31 +60,77 @@ class NoLayoutError(ValueError):
         self.smallest_gpus = smallest_gpus
 
 
-def search(
-    shape: ModelShape,
-    cluster: Cluster,
-    batch: int,
-    fixed: Mapping[str, Any],
+def plan(
+    model: str | os.PathLike | Mapping[str, Any] | ModelShape,
     *,
-    top: int,
+    gpus: int,
+    device: str = "H100",
+    batch_tokens: int | None = None,
+    memory: float | None = None,
+    nodes_of: int = 8,
+    attention: str = "fused",
+    precision: str = "bf16-mixed",
+    layout: Mapping[str, Any] | ParallelLayout | None = None,
+    simulate: int = 3,
+    top: int = 10,
     every: bool = False,
-    software: Software = TRAINERS,
+    ring: str = "fused",
+    time: int | None = None,
     progress: bool = True,
-) -> RankedLayouts:
-    """Return the `top` fastest layouts that fit, one of each mesh, and why others were refused.
-
-    All layouts are timed, and from the fastest on their memory is counted until enough fit. Of
-    equally fast layouts, those that need less memory are first.
+) -> TrainingPlan:
+    """Plan how to train a model on a cluster: of each mesh the fastest layout that fits.
 
     Args:
-        batch: samples of a step.
-        fixed: fields of ParallelLayout that are not searched.
-        every: several layouts of a mesh, too.
-        software: TRAINERS, or OWN_RING.
-        progress: show a bar, if it takes longer than a second.
+        model: a name such as "llama-3-70b" (see planner/known_models.py), the path of a JSON file,
+            "h,L,a,V,s", or a ModelShape.
+        gpus, device, nodes_of, memory: how many GPUs of which kind, how many of them in a node, and
+            the bytes of each; None: the device's.
+        batch_tokens: of a step; None: the model's own, or 4,194,304, rounded down to a
+            number of samples that is a power of two, so that many layouts divide it.
+        attention: "fused" or "unfused".
+        precision: as HybridTrainer's.
+        layout: fields of ParallelLayout that are fixed, such as {"tp": 8, "recompute": "full"}. A
+            ParallelLayout fixes all of them.
+        simulate: how many of the best are run on virtual GPUs.
+        top: how many are returned.
+        every: return several layouts of one mesh, too, if they are that fast.
+        ring: how attention along cp is computed: "fused", as in Megatron-LM and torch's context
+            parallel, or "own": with plain products in 32 bits, as HybridTrainer does.
+        time: tokens of a sample; None: the model's own.
+        progress: show bars for what takes longer than a second.
 
-    Raises NoLayoutError if none fits.
+    Raises ValueError, in words, for what can't be, and NoLayoutError if no layout fits: it says
+    what is missing, and has the smallest number of GPUs that would do.
+
+    Example:
+        >>> found = p101.plan("llama-3-8b", gpus=16, simulate=0, progress=False)
+        >>> best = found[0].layout
+        >>> best.dp, best.tp, best.pp, best.zero_stage
+        (8, 1, 2, 1)
     """
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    shape = shape_of_model(name, time=time, attention=attention)
+    known = [name for name, chip in CHIPS.items() if chip.kernels is not None]
+    if str(device).casefold() not in map(str.casefold, known):
+        raise ValueError(f"device={device!r}: expected one of {', '.join(map(repr, known))}")
+    cluster = Cluster(chip_of(device), gpus, nodes_of, memory)
+    if gpus > nodes_of and gpus % nodes_of:
+        raise ValueError(
+            f"{gpus:,} GPUs aren't whole nodes of {nodes_of}: expected a multiple, such as "
+            f"{gpus // nodes_of * nodes_of:,}"
+        )
+    for what, count, least in (("simulate", simulate, 0), ("top", top, 1)):
+        if type(count) is not int or count < least:
+            raise ValueError(f"{what}={count!r}: expected a whole number, {least} or more")
+    if ring not in RINGS:
+        raise ValueError(f"ring={ring!r}: expected {' or '.join(map(repr, RINGS))}")
+    if not (layout is None or isinstance(layout, Mapping | ParallelLayout)):
+        raise ValueError(
+            f"layout={layout!r}: expected a dict of some of {', '.join(KEYS)}, or a ParallelLayout"
+        )
+    chosen = asdict(layout) if isinstance(layout, ParallelLayout) else layout or {}
+    fixed = check_fixed({"precision": precision, **chosen})
+    batch, software = samples(shape, name, batch_tokens, fixed), RINGS[ring]
     of_meshes: Refusals = []
     of_layouts: Refusals = []
     meshes = list(meshes_of(shape, cluster, batch, fixed, of_meshes))
@@ -82,22 +139,21 @@ def search(
         for mesh in bar(meshes, "layouts of each mesh", progress)
         for layout in layouts_of(shape, mesh, batch, fixed, of_layouts)
     ]
-    timed.sort(key=lambda time: time.seconds)
+    timed.sort(key=lambda step: step.seconds)
     best: dict[Any, PlannedLayout] = {}  # by mesh
     too_large: list[PlannedLayout] = []  # faster than the last of `best`
     slowest = 0.0
-    for time in bar(timed, "memory of each layout", progress):
-        if len(best) >= top and time.seconds > slowest:
+    for step in bar(timed, "memory of each layout", progress):
+        if len(best) >= top and step.seconds > slowest:
             break
-        key = time.layout if every else time.layout.mesh
-        if key in best and time.seconds > best[key].time.seconds:
+        key = step.layout if every else step.layout.mesh
+        if key in best and step.seconds > best[key].seconds:
             continue
-        memory = step_memory(shape, time.layout, fused_ring=software.fused_ring)
-        one = PlannedLayout(time, memory)
+        one = PlannedLayout(step, step_memory(shape, step.layout, fused_ring=software.fused_ring))
         if one.headroom < 0:
             too_large.append(one)
             continue
-        slowest = time.seconds
+        slowest = step.seconds
         if key not in best or one.most < best[key].most:
             best[key] = one
     why_not = []
@@ -109,18 +165,39 @@ def search(
     if smallest:
         reason = "fast enough, and don't fit"
         why_not.append(WhyNot(reason, len(too_large), "layouts", smallest.layout))
-    layouts = sorted(best.values(), key=lambda one: (one.seconds, one.most))[:top]
+    layouts = tuple(sorted(best.values(), key=lambda one: (one.seconds, one.most))[:top])
     chosen = {key: value for key, value in fixed.items() if key != "precision"}
-    plan = RankedLayouts(shape, cluster, batch, tuple(layouts), len(timed), tuple(why_not), chosen)
+    ranked = TrainingPlan(shape, cluster, batch, layouts, len(timed), tuple(why_not), chosen)
     if not layouts:
-        raise nothing_fits(plan, smallest)
-    return plan
+        raise nothing_fits(ranked, smallest)
+    return ranked.simulate(simulate, progress)
+
+
+def samples(
+    shape: ModelShape, model: Any, batch_tokens: int | None, fixed: Mapping[str, Any]
+) -> int:
+    """Return the samples of a step. Raises ValueError if the tokens aren't whole samples."""
+    if batch_tokens is None:
+        if {"dp", "microbatch", "microbatches"} <= set(fixed):
+            return fixed["dp"] * fixed.get("ep", 1) * fixed["microbatch"] * fixed["microbatches"]
+        known = BATCHES.get(model.casefold()) if isinstance(model, str) else None
+        return known or 2 ** max((BATCH_TOKENS // shape.time).bit_length() - 1, 0)
+    if type(batch_tokens) is not int or batch_tokens < 1:
+        raise ValueError(f"batch_tokens={batch_tokens!r}: expected a whole number, 1 or more")
+    whole, rest = divmod(batch_tokens, shape.time)
+    if rest:
+        near = [n * shape.time for n in (whole, whole + 1) if n]
+        raise ValueError(
+            f"batch_tokens={batch_tokens:,} aren't whole samples of {shape.time:,} tokens: "
+            f"expected a multiple, such as {' or '.join(f'{n:,}' for n in near)}"
+        )
+    return whole
 
 
 # ── if nothing fits ──
 
 
-def nothing_fits(plan: RankedLayouts, smallest: PlannedLayout | None) -> NoLayoutError:
+def nothing_fits(plan: TrainingPlan, smallest: PlannedLayout | None) -> NoLayoutError:
     """Return the error that says what is missing, and how many GPUs would do.
 
     Args: smallest: the layout that needs the least memory, if there is one.

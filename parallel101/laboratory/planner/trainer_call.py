@@ -80,17 +80,14 @@ def call_text(shape: ModelShape, layout: ParallelLayout) -> str:
     """
     model, config = model_and_config(shape)
     sizes, options = mesh_of(layout), trainer_options(shape, layout)
-    lines = [
+    config_lines, option_lines = (
         "\n".join(f"    {name}={as_text(value)}," for name, value in values.items())
         for values in (config, options)
-    ]
+    )
+    loss = "models.balanced_next_token_loss" if shape.experts else "vocabulary_cross_entropy"
+    names, counts = (as_text(tuple(of)) for of in (sizes, sizes.values()))
     return CALL.format(
-        model=model,
-        config=lines[0],
-        sizes=as_text(tuple(sizes.values())),
-        names=as_text(tuple(sizes)),
-        loss="models.balanced_next_token_loss" if shape.experts else "vocabulary_cross_entropy",
-        options=lines[1],
+        model=model, config=config_lines, sizes=counts, names=names, loss=loss, options=option_lines
     )
 
 

@@ -6,7 +6,7 @@
 
 Each all-to-all is the other's adjoint, so backward needs no code of its own. Every rank computes as
 many pairs as the others, even under a causal mask. The number of ranks must divide the heads of k
-and v. cost/mesh_forms.py says when ring attention sends less. Source: Jacobs et al.,
+and v. cost/closed_forms.py says when ring attention sends less. Source: Jacobs et al.,
 "DeepSpeed Ulysses" (arXiv 2309.14509).
 """
 
