@@ -345,8 +345,10 @@ def layer_seconds(of: RankWork) -> Passes:
         products, busy = linears + core, bound_by_memory(of, memory) + of_core
         # The GPU waits for the CPU to launch its kernels. If each took as long as the others, the
         # slower of the two would decide. They don't: short ones make the GPU wait even where long
-        # ones let the CPU get ahead. √(GPU² + CPU²) is between the maximum and the sum.
-        launched = (launches + len(memory) + len(in_core)) * software.host
+        # ones let the CPU get ahead. √(GPU² + CPU²) is between the maximum and the sum. A pass's
+        # messages along tp are launched, too: two sums, or twice as many gathers and scatters.
+        messages = 2 * (1 + layout.sequence_parallel) * (layout.tp > 1)
+        launched = (launches + messages + len(memory) + len(in_core)) * software.host
         host = hypot(products + busy, launched) - (products + busy)
         return Seconds(products, busy, host, tp, cp, ep), Seconds(core, of_core, cp=cp)
 

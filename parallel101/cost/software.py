@@ -118,7 +118,7 @@ VTRAIN_PROFILE = Software(
     accumulation="fused",
     loss_bytes=12,
     optimizer_bytes=22,
-    host=70e-6,
+    host=66e-6,
     padding=1,
 )
 

@@ -41,7 +41,7 @@ def test_the_tables_of_the_a100():
     assert [row.run.layout.overlap for row in rows] == [True, True, False]
     rows = published_errors(VTRAIN_ROWS)
     of = summary(rows)
-    assert of.rows == 1440 and of.median < 0.09 and of.mean < 0.10
+    assert of.rows == 1440 and of.median < 0.06 and of.mean < 0.08
     assert {row.run.software for row in rows} == {VTRAIN_PROFILE}
     busy = [row for row in rows if row.run.shape.width == 2048 and row.run.layout.microbatch == 8]
     assert summary(busy).median < 0.07
