@@ -17,7 +17,7 @@ from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    TrainingPlan,
+    RankedLayouts,
     layout_text,
     layout_words,
 )
@@ -42,7 +42,7 @@ STYLE = (
 )
 
 
-def plan_scene(plan: TrainingPlan) -> Scene:
+def plan_scene(plan: RankedLayouts) -> Scene:
     """Draw a plan as a still Scene."""
     best = plan.best
     scene = Scene(960, 100, f"{plan.model} on {plan.gpus}")

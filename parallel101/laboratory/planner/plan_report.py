@@ -13,7 +13,7 @@ from parallel101.cost.step_memory import PARTS
 from parallel101.cost.step_time import LIMITS
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    TrainingPlan,
+    RankedLayouts,
     fixed_words,
     layout_text,
 )
@@ -61,7 +61,7 @@ USED = ("cp", "ep", "chunks", "ZeRO")  # left out if all layouts have 0 or 1
 # ── text ──
 
 
-def quick_text(plan: TrainingPlan) -> str:
+def quick_text(plan: RankedLayouts) -> str:
     """Return the tables of the quick model, for a terminal of about 130 columns."""
     best, shape, cluster = plan.best, plan.shape, plan.cluster
     count, nodes, reason = shape.parameters, cluster.gpus / cluster.nodes_of, why_no_model(shape)
@@ -86,7 +86,7 @@ def quick_text(plan: TrainingPlan) -> str:
     return "\n\n".join([*parts, *map(as_text, tables)]) + "\n"
 
 
-def simulated_text(plan: TrainingPlan) -> str:
+def simulated_text(plan: RankedLayouts) -> str:
     """Return what the trainer itself took on virtual GPUs, and what that changes; or ""."""
     seconds, rows, failed = {}, [], []
     for number, of in enumerate(plan, 1):
@@ -107,7 +107,7 @@ def simulated_text(plan: TrainingPlan) -> str:
     return "".join(f"\n{part}\n" for part in [table] * bool(rows) + failed)
 
 
-def layouts_table(plan: TrainingPlan) -> TextTable:
+def layouts_table(plan: RankedLayouts) -> TextTable:
     """Return a table with one row for each of the best layouts."""
     columns = {name: [str(text(of)) for of in plan] for name, text in COLUMNS.items()}
     for name, cells in list(columns.items()):
@@ -125,7 +125,7 @@ def layouts_table(plan: TrainingPlan) -> TextTable:
     )
 
 
-def ring_note(plan: TrainingPlan) -> str:
+def ring_note(plan: RankedLayouts) -> str:
     """Return a note on the first layout's time along cp with HybridTrainer's ring attention."""
     for number, of in enumerate(plan, 1):
         if of.own_seconds != of.seconds:
@@ -165,7 +165,7 @@ def memory_table(of: PlannedLayout) -> TextTable:
 # ── JSON ──
 
 
-def plan_json(plan: TrainingPlan) -> str:
+def plan_json(plan: RankedLayouts) -> str:
     """Return everything that a plan has, as JSON. All times are seconds, all sizes bytes."""
     shape, cluster = plan.shape, plan.cluster
     found = {

@@ -9,11 +9,9 @@ plan.why_not                    # what was refused, and why
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +29,11 @@ from parallel101.laboratory.planner.trainer_call import (
     call_text,
     mesh_of,
     trainer_options,
-    why_no_model,
 )
-from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
 from parallel101.trainers.hybrid import HybridTrainer
 
 if TYPE_CHECKING:
     from parallel101.laboratory.planner.simulated_step import SimulatedStep
-    from parallel101.laboratory.viz.scene import Scene
 
 
 @dataclass(frozen=True)
@@ -134,10 +129,8 @@ class WhyNot:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
-    """The best layouts, fastest first, with tables, a picture and JSON of them.
-
-    They can be indexed and iterated over.
+class RankedLayouts:
+    """The best layouts, fastest first. They can be indexed and iterated over.
 
     Attributes:
         shape, cluster, batch: what was planned for; batch in samples.
@@ -178,52 +171,8 @@ class TrainingPlan:
     def __len__(self) -> int:
         return len(self.layouts)
 
-    def simulate(self, count: int = 3, progress: bool = True) -> TrainingPlan:
-        """Return the same plan, with the first `count` layouts run on virtual GPUs.
 
-        Layouts that can't be run say why in `not_simulated`. If this package has no model of that
-        shape, nothing is run.
-        """
-        if not count or why_no_model(self.shape):
-            return self
-        from parallel101.laboratory.planner.simulated_step import simulate_step
-
-        layouts = list(self.layouts)
-        for number, one in enumerate(bar(layouts[:count], "running on virtual GPUs", progress)):
-            try:
-                step = simulate_step(one.shape, one.layout, one.cluster)
-                layouts[number] = replace(one, simulated=step)
-            except (RankFailed, DeadlockError, LaunchTimeout) as error:
-                layouts[number] = replace(one, not_simulated=str(error).partition("\n")[0])
-        return replace(self, layouts=tuple(layouts))
-
-    def __str__(self) -> str:
-        from parallel101.laboratory.planner import plan_report
-
-        return plan_report.quick_text(self) + plan_report.simulated_text(self)
-
-    def picture(self) -> Scene:
-        """Return a still picture of the plan.
-
-        It shows where the time goes, what fills the memory, and who is on which node.
-        """
-        from parallel101.laboratory.planner.plan_picture import plan_scene
-
-        return plan_scene(self)
-
-    def _repr_html_(self) -> str:
-        return self.picture().html()
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write everything as JSON. Returns the path."""
-        from parallel101.laboratory.planner.plan_report import plan_json
-
-        path = Path(path)
-        path.write_text(plan_json(self), encoding="utf-8")
-        return path
-
-
-def fixed_words(plan: TrainingPlan) -> str:
+def fixed_words(plan: RankedLayouts) -> str:
     """Return what is fixed, such as " with tp=8, recompute=full"; "" for nothing."""
     fixed = ", ".join(f"{key}={value}" for key, value in plan.fixed.items())
     return f" with {fixed}" if fixed else ""

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from parallel101.cost.cluster import Cluster
 from parallel101.cost.hardware import CHIPS, chip_of
@@ -37,17 +38,71 @@ from parallel101.laboratory.planner.layout_rules import (
 )
 from parallel101.laboratory.planner.planned_layout import (
     PlannedLayout,
-    TrainingPlan,
+    RankedLayouts,
     WhyNot,
     bar,
     fixed_words,
     layout_text,
     most_of,
 )
+from parallel101.laboratory.planner.trainer_call import why_no_model
+from parallel101.laboratory.record.errors import DeadlockError, LaunchTimeout, RankFailed
 from parallel101.laboratory.record.units import decimal_bytes
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.viz.scene import Scene
 
 RINGS = {"fused": TRAINERS, "own": OWN_RING}
 BATCH_TOKENS = 2**22  # of a step, if neither the user nor the model's source gives a number
+
+
+@dataclass(frozen=True)
+class TrainingPlan(RankedLayouts):
+    """The best layouts, fastest first: with tables, a picture and JSON of them."""
+
+    def simulate(self, count: int = 3, progress: bool = True) -> TrainingPlan:
+        """Return the same plan, with the first `count` layouts run on virtual GPUs.
+
+        Layouts that can't be run say why in `not_simulated`. If this package has no model of that
+        shape, nothing is run.
+        """
+        if not count or why_no_model(self.shape):
+            return self
+        from parallel101.laboratory.planner.simulated_step import simulate_step
+
+        layouts = list(self.layouts)
+        for number, one in enumerate(bar(layouts[:count], "running on virtual GPUs", progress)):
+            try:
+                step = simulate_step(one.shape, one.layout, one.cluster)
+                layouts[number] = replace(one, simulated=step)
+            except (RankFailed, DeadlockError, LaunchTimeout) as error:
+                layouts[number] = replace(one, not_simulated=str(error).partition("\n")[0])
+        return replace(self, layouts=tuple(layouts))
+
+    def __str__(self) -> str:
+        from parallel101.laboratory.planner import plan_report
+
+        return plan_report.quick_text(self) + plan_report.simulated_text(self)
+
+    def picture(self) -> Scene:
+        """Return a still picture of the plan.
+
+        It shows where the time goes, what fills the memory, and who is on which node.
+        """
+        from parallel101.laboratory.planner.plan_picture import plan_scene
+
+        return plan_scene(self)
+
+    def _repr_html_(self) -> str:
+        return self.picture().html()
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write everything as JSON. Returns the path."""
+        from parallel101.laboratory.planner.plan_report import plan_json
+
+        path = Path(path)
+        path.write_text(plan_json(self), encoding="utf-8")
+        return path
 
 
 class NoLayoutError(ValueError):
