@@ -233,37 +233,6 @@ def test_recording_does_not_change_what_runs():
     assert plain[0]["all_reduce", True] == "AllReduceBackward"
 
 
-def replicated_gradients():
-    """A tensor-parallel product of two layers.
-
-    Every rank computes the same loss, which counts once.
-    """
-    rank, p = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    x, a, b = (torch.randn(2 * p, 2 * p, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mine = slice(2 * rank, 2 * rank + 2)
-    # rows of a: each rank has two hidden units
-    hidden = (replicated.copy_to_group(x) @ a[mine].t()).sin()
-    out = replicated.reduce_from_group(hidden @ b[:, mine].t())  # columns of b
-    shard = replicated.scatter_to_group(out, 0)
-    loss = (replicated.gather_from_group(shard.cos(), 0) ** 2).sum()
-    loss.backward()
-    whole = [t.grad.clone() for t in (x, a, b)]
-    for t in (x, a, b):
-        t.grad = None
-    (((x @ a.t()).sin() @ b.t()).cos() ** 2).sum().backward()
-    return [
-        torch.allclose(whole[0], x.grad, rtol=1e-10),
-        torch.allclose(whole[1][mine], a.grad[mine], rtol=1e-10),
-        torch.allclose(whole[2][:, mine], b.grad[:, mine], rtol=1e-10),
-    ]
-
-
-@on_backends(gloo=[2], sim=[3])
-def test_the_replicated_pair_counts_a_loss_once(backend, world_size):
-    assert launched(replicated_gradients, backend, world_size) == [[True] * 3] * world_size
-
-
 def both_conventions():
     x = torch.ones(2, requires_grad=True)
     autograd.all_reduce(x).sum().backward()

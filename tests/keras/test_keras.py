@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
-from tests.keras.cases import against_one_process, classifier, differences, fit, in_float64
+from tests.keras.cases import LINES, against_one_process, classifier, differences, fit, in_float64
 
 # ── our own trainers ──
 
@@ -70,13 +70,12 @@ def test_zero_3_gathers_the_layers_of_a_keras_model():
 
 # ── ParallelKeras on processes of their own ──
 
-LAYOUTS = {"tensor": {}, "ZeRO-2": {"zero_stage": 2}}
-
 
 def trained_by_parallel_keras():
     """What differs from one process, and what the model tells of each layout."""
-    wrong, told = against_one_process({"fit": (classifier, fit(), LAYOUTS)}), {}
-    for name, layout in LAYOUTS.items():
+    layouts = {name: LINES[name] for name in ("tensor", "ZeRO-2")}
+    wrong, told = against_one_process({"fit": (classifier, fit(), layouts)}), {}
+    for name, layout in LINES.items():
         model = p101.keras.ParallelKeras(classifier(in_float64()), **layout)
         sharding, axes = model.get_gradient_sharding_info(), model.get_parallelism_info()["axes"]
         held = sum(v.numpy().size for v in model.trainable_variables)
@@ -90,10 +89,10 @@ def test_parallel_keras_runs_on_real_ranks():
     for rank, (wrong, told) in enumerate(run.results):
         assert not wrong
         # of 293 numbers; the bias of a row layer is whole on both
-        assert told == {
-            "tensor": ({"dp": 1, "tp": 2}, True, 5, (155, 146)[rank]),
-            "ZeRO-2": ({"dp": 2, "tp": 1}, True, 6, (147, 146)[rank]),
-        }
+        assert told["tensor"] == ({"dp": 1, "tp": 2}, True, 5, (155, 146)[rank])
+        assert told["data"] == ({"dp": 2, "tp": 1}, False, 0, 293)
+        for stage in ("ZeRO-1", "ZeRO-2", "ZeRO-3"):
+            assert told[stage] == ({"dp": 2, "tp": 1}, True, 6, (147, 146)[rank])
 
 
 # ── Keras itself ──

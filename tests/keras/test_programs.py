@@ -328,31 +328,12 @@ def optimizers(layouts):
     }
 
 
-def on_three_ranks():
-    """What differs, and how many numbers this rank holds in each layout."""
-    names = [*LINES]  # each optimizer has two of these layouts
-    two = [{names[i]: LINES[names[i]] for i in (k - 1, k - 2)} for k in range(len(OPTIMIZERS))]
-    wrong, keras, held = against_one_process(optimizers(two)), in_float64(), {}
-    for name, layout in LINES.items():
-        model = p101.keras.ParallelKeras(classifier(keras), **layout)
-        model.compile("sgd", "mse")
-        held[name] = sum(v.numpy().size for v in model.trainable_variables)
-    return wrong, held
-
-
 @pytest.mark.slow
 def test_each_optimizer_equals_one_process_on_three_ranks():
     """They share batches of 8, 8 and 1 samples: with the last, two ranks have none."""
-    results = on_sim(3, on_three_ranks)
-    assert [wrong for wrong, _ in results] == [{}] * 3
-    held = {name: [held[name] for _, held in results] for name in LINES}
-    assert held["data"] == [293] * 3
-    assert held["ZeRO-1"] == held["ZeRO-2"] == held["ZeRO-3"] == [99, 99, 95]
-    assert held["tensor"] == [  # 16 columns, 16 rows and 5 columns
-        6 * 6 + 6 + 6 * 8 + 8 + 8 * 2 + 2,
-        5 * 6 + 5 + 5 * 8 + 8 + 8 * 2 + 2,
-        5 * 6 + 5 + 5 * 8 + 8 + 8 + 1,
-    ]
+    names = [*LINES]  # each optimizer has two of these layouts
+    two = [{names[i]: LINES[names[i]] for i in (k - 1, k - 2)} for k in range(len(OPTIMIZERS))]
+    assert on_sim(3, against_one_process, optimizers(two)) == [{}] * 3
 
 
 def on_a_mesh():
