@@ -1,7 +1,10 @@
 """Our schedules run in torch.distributed.pipelining, and torch's lists run in PipelineTrainer: both
 equal one process, in float64.
 
-torch's lists are made by its own classes.
+torch's lists are made by its own classes: compute only, and with the sends and receives that it
+adds. For two ranks with two stages each they are those of its test artefacts
+zb1p_2rank_2stagep_compute.csv and zb1p_2rank_2stagep_comms.csv (pytorch,
+test/distributed/pipelining).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
@@ -25,7 +29,7 @@ from tests.trainers.cases import (
     randn,
     unlike_one_process,
 )
-from tests.trainers.test_schedules import TORCHS, csv_of
+from tests.trainers.test_schedules import TORCHS, Mock, csv_of
 
 LAYERS, WIDTH, SAMPLES = 8, 5, 40
 
@@ -92,6 +96,27 @@ def test_our_schedules_run_in_torchs_runtime(tmp_path):
         assert not differing(gradients, expected.gradients[0], CLOSE), name
 
 
+def torchs_lists() -> dict[int, dict[str, str]]:
+    """Number of ranks → name → CSV."""
+    zero_bubble = torchs.ScheduleInterleavedZeroBubble(
+        [Mock(4, 2, stage) for stage in (0, 2)], 8, loss_fn=mse_loss
+    )
+    order = {rank: [*filter(None, zero_bubble.pipeline_order[rank])] for rank in range(2)}
+    # B where W follows I
+    merged = {rank: torchs._merge_bw(list(actions)) for rank, actions in order.items()}
+    full = torchs._add_send_recv(merged, stage_to_rank=lambda stage: stage % 2, num_stages=4)
+    of_two = {
+        "zb1p, compute": "\n".join(",".join(map(str, of_rank)) for of_rank in order.values()),
+        "zb1p, with messages": "\n".join(",".join(map(str, of_rank)) for of_rank in full.values()),
+    }
+    of_four = {
+        f"{name}, {how}": text
+        for name in TORCHS
+        for how, text in zip(("compute", "with messages"), csv_of(name))
+    }
+    return {2: of_two, 4: of_four}
+
+
 def run_lists(lists: dict[str, str]) -> list[str]:
     """Where the trainer differs from one process."""
     return unlike_one_process(
@@ -103,8 +128,12 @@ def run_lists(lists: dict[str, str]) -> list[str]:
     )
 
 
-def test_torchs_lists_run_in_our_trainer():
-    """Of compute only, and with the sends and receives that torch adds."""
-    lists = {f"{name} {i}": text for name in TORCHS for i, text in enumerate(csv_of(name))}
-    run = p101.launch(run_lists, lists, world_size=4, backend="sim", rules="nccl")
-    assert run.results == [[]] * 4
+@pytest.mark.parametrize(
+    ("ranks", "where"),
+    [(2, {}), (4, {"backend": "sim", "rules": "nccl"})],
+    ids=["2 on gloo", "4 by NCCL's rules"],
+)
+def test_torchs_lists_run_in_our_trainer(ranks, where):
+    lists = torchs_lists()[ranks]
+    for found in p101.launch(run_lists, lists, world_size=ranks, **where).results:
+        assert found == []
