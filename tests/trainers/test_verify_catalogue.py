@@ -708,6 +708,17 @@ class Dropouts(nn.Module):
         return F.dropout(self.dropout(x), 0.5, self.training)
 
 
+class LateDropout(nn.Module):
+    """Its fused attention drops nothing in the first step."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += self.training
+        p, heads = 0.5 * (self.forwards > 1), x[:, None]
+        return x + F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p)[:, 0]
+
+
 class Sample(nn.Module):
     """Draws from the distribution whose mean and deviation it is given."""
 
@@ -765,6 +776,9 @@ EVERY = tuple(LAYOUTS)
 FEW = randn(1, 5, 6), randn(2, 5, 6)  # which two ranks share unevenly
 EQUAL = {
     "dropout": Program("", EVERY, inside(Dropouts), batch=TIMES, random=True),
+    "dropout from the second step on": Program(
+        "", tuple(SHARES), inside(LateDropout), batch=TIMES, random=True
+    ),
     "a VAE": Program("", EVERY, vae, random=True, plan={"2": "column_gather"}),
     "tied weights": Program("", EVERY, tied),
     "LoRA, and frozen parts": Program("", EVERY, frozen_lora),

@@ -36,12 +36,12 @@ class WithoutChance(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        name, place = chance_of(func) or ("", None)
-        if not name or (place is not None and not any(args[place : place + 1])):
+        if (chance := chance_of(func)) is None:
             return func(*args, **(kwargs or {}))
-        self.met = True
+        self.met, (name, place) = True, chance
         if place is not None:
-            return func(*args[:place], 0.0, *args[place + 1 :], **(kwargs or {}))
+            given = (0.0,) if place < len(args) else ()
+            return func(*args[:place], *given, *args[place + 1 :], **(kwargs or {}))
         # one in place need not draw
         result = args[0] if name.endswith("_") else func(*args, **(kwargs or {}))
         if name.startswith("bernoulli"):
