@@ -79,8 +79,7 @@ def before_after_scene(
     scene.style += MARKS + STYLE
     scene.head(captions.size, "")
     below = scene.panel(narrow=f"translate(0,{scene.narrow[1] - scene.height})")
-    for k, note in enumerate(notes):
-        below.write(note, 28, TOP + high + 28 + 18 * k, 12, "m")
+    below.lines(notes, 28, TOP + high + 28, 18, 12, "m")
     before = scene.panel(narrow="translate(0,-34)")
     after = scene.panel(narrow=f"translate({LEFTS[0] - LEFTS[1]},{high + 10:g})")
     old, new = (Grid(left, TOP, width, height, replay.ranks, most) for left in LEFTS)

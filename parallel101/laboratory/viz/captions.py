@@ -406,9 +406,7 @@ def draw_caption(
     size = min(14.0, 14 * room / max(width, 1))
     if size < 10.5:
         size, lines = min(12.5, 2 * size * 0.95), in_two_lines(text)
-    for k, line in enumerate(lines):
-        y = 64 if len(lines) == 1 else 59 + 16 * k
-        group.write(line, 28, y, size, "w b" if wrong else "m")
+    group.lines(lines, 28, 64 if len(lines) == 1 else 59, 16, size, "w b" if wrong else "m")
     return group
 
 

@@ -126,36 +126,20 @@ class Browser:
     def until(self, condition: str, seconds: float = 20) -> None:
         """Wait until a JavaScript condition holds in the page.
 
-        A condition that throws does not hold yet.
+        A condition that throws does not hold yet. This also works while the page's scripts, and so
+        timers, are switched off. Raises RuntimeError if it does not hold within so many seconds.
         """
-        asked = f"""new Promise((yes, no) => {{
-            const begin = performance.now();
-            const holds = () => {{ try {{ return {condition} }} catch {{ return false }} }};
-            const late = () => performance.now() - begin > {1000 * seconds};
-            const look = () =>
-                holds() ? yes(true) : late() ? no("timed out") : setTimeout(look, 16);
-            look(); }})"""
-        while True:
-            try:
-                self.js(asked)
-                return
-            except RuntimeError as error:
-                # another page has opened: ask again
-                if "context was destroyed" not in str(error) and "navigated" not in str(error):
-                    raise
+        end = time.monotonic() + seconds
+        holds = f"(() => {{ try {{ return !!({condition}) }} catch {{ return false }} }})()"
+        while not self.js(holds):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{condition} does not hold within {seconds} s")
+            time.sleep(0.01)
 
     def open(self, url: str) -> None:
-        """Go to a page and wait until it has loaded.
-
-        This also works while the page's scripts, and so timers, are switched off.
-        """
+        """Go to a page and wait until it has loaded."""
         self.call("Page.navigate", url=url)
-        end = time.monotonic() + 60
-        there = f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
-        while not self.js(there):
-            if time.monotonic() > end:
-                raise RuntimeError(f"{url} did not load within 60 s")
-            time.sleep(0.02)
+        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'", 60)
 
 
 def png(svg: str, width: float, height: float) -> bytes:

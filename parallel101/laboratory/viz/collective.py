@@ -31,7 +31,7 @@ from parallel101.laboratory.viz.graph import draw_graph
 from parallel101.laboratory.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.laboratory.viz.matrix import draw_matrix, draw_traffic, draw_waiting_calls
 from parallel101.laboratory.viz.rows import TimeRows
-from parallel101.laboratory.viz.scene import Scene, Stop, box
+from parallel101.laboratory.viz.scene import TO_CHROME, Scene, Stop, box, check_ranks
 from parallel101.laboratory.viz.timing import Timing
 
 MOST_RANKS, MOST_MESSAGES = 128, 20_000
@@ -77,12 +77,7 @@ def collective_scene(
         ValueError: too many ranks or messages, or not one result or input for each rank.
     """
     replay = replay_of(trace, results, inputs, watched, idle)
-    if len(replay.ranks) > MOST_RANKS:
-        raise ValueError(
-            f"{len(replay.ranks)} ranks took part, and the collective view can show up to "
-            f"{MOST_RANKS}: use fewer, or write run.trace.to_chrome(path) and open it at "
-            "ui.perfetto.dev"
-        )
+    check_ranks(len(replay.ranks), MOST_RANKS, TO_CHROME)
     many = summary or len(replay.ranks) > MOST_DRAWN_RANKS
     if len(replay.messages) > (most := MOST_MESSAGES if many else MOST_DRAWN_MESSAGES):
         raise ValueError(

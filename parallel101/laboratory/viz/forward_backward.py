@@ -103,8 +103,7 @@ def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> 
     for text, *span in zip(texts, starts, [*starts[1:], timing.duration + 1], strict=True):
         group = drawing.add("g").show((span[0], span[1]))
         lines = in_two_lines(text) if len(text) > 58 else [text]
-        for k, line in enumerate(lines):
-            group.write(line, 28, 36 + 17 * k, 13, "m")
+        group.lines(lines, 28, 36, 17, 13, "m")
 
 
 def _shift(node: Node, begin: float, duration: float) -> None:

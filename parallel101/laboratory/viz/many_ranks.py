@@ -36,8 +36,9 @@ def draw_many_ranks(scene: Scene, timing: Timing, phases: list[str]) -> None:
     draw_step_ring(panel, timing, phases, (*CENTRE, 66.0))
     for step in range(replay.steps):
         group = panel.add("g").show((timing.start(step), timing.start(step + 1)))
-        for k, line in enumerate(step_facts(replay, step)):
-            group.write(line, CENTRE[0], 362 + 20 * k, 14, "c" if k == 0 else "m c")
+        count, *more = step_facts(replay, step)
+        group.write(count, CENTRE[0], 362, 14, "c")
+        group.lines(more, CENTRE[0], 382, 20, 14, "m c")
     _matrix(scene, replay, timing)
 
 

@@ -33,16 +33,13 @@ COLLECTIVES = {  # style → (in forward, in backward)
     "column": ("", "all-reduce input gradient"),
     "row": ("all-reduce outputs", ""),
     "column_gather": ("all-gather outputs", "all-reduce input gradient"),
-    "vocabulary embedding": ("all-reduce outputs", ""),
-    "vocabulary head": ("", "all-reduce input gradient"),
 }
 SEQUENCE_PARALLEL = {
     "column": ("all-gather inputs", "reduce-scatter input gradient"),
     "row": ("reduce-scatter outputs", "all-gather gradient"),
     "column_gather": ("all-gather inputs and outputs", "reduce-scatter input gradient"),
-    "vocabulary embedding": ("reduce-scatter outputs", "all-gather gradient"),
-    "vocabulary head": ("all-gather inputs", "reduce-scatter input gradient"),
 }
+SAME = {"vocabulary embedding": "row", "vocabulary head": "column"}  # need the same collectives
 
 
 class PlacedParameter(Protocol):
@@ -172,7 +169,7 @@ def matrices_of(
         matrix = CutMatrix(name, 1, rows, columns)
         if cut:
             blocks = tuple((k, size // parts) for k, size in enumerate(sizes)) * parts
-            both = zip(("forward", "backward"), collectives.get(style, ()))
+            both = zip(("forward", "backward"), collectives.get(SAME.get(style, style), ()))
             needs = tuple(f"{when}: {what}" for when, what in both if what)
             matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, needs)
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
@@ -219,5 +216,4 @@ def _matrix(scene: Node, m: CutMatrix, sides: Mapping[int, float], left: float, 
         scene.rect(*place, f"cut f{position % len(CHUNK)}", title=title)
         scene.label(position, place, f"o{position % len(CHUNK)}", 11.5, 11)
         at += size
-    for i, words in enumerate(m.needs):
-        scene.write(words, left, y + tall + 17 + 16 * i, 11, "m")
+    scene.lines(m.needs, left, y + tall + 17, 16, 11, "m")

@@ -85,8 +85,7 @@ def draw_matrix(scene: Scene, timing: Timing, legend: Sequence[str]) -> None:
         faults = [GONE if origin in gone else "" for origin in replay.chunks[chunk].stripes]
         grid.faults(missing, (replay.ranks.index(rank), chunk), faults)
     _bands(scene, panel, grid, timing)
-    for k, line in enumerate(legend):
-        panel.write(line, LEFT + WIDTH / 2, grid.bottom + 24 + 16 * k, 12, "m c")
+    panel.lines(legend, LEFT + WIDTH / 2, grid.bottom + 24, 16, 12, "m c")
 
 
 def filled(grid: Grid, replay: Replay, cell: Cell, counts: Counts, apart: bool = False) -> str:
@@ -207,8 +206,7 @@ def draw_traffic(scene: Scene, timing: Timing, note: Iterable[str]) -> None:
             place = replay.ranks.index(src), replay.ranks.index(dst)
             grid.value(group, *place, human_bytes(nbytes), 0.15 + 0.75 * share, share > 0.5)
     if replay.messages:
-        for k, line in enumerate(note):
-            panel.write(line, LEFT + WIDTH / 2, grid.bottom + 20 + 16 * k, 12, "m c")
+        panel.lines(note, LEFT + WIDTH / 2, grid.bottom + 20, 16, 12, "m c")
 
 
 def draw_waiting_calls(scene: Scene, timing: Timing) -> None:
@@ -245,12 +243,9 @@ def draw_waiting_calls(scene: Scene, timing: Timing) -> None:
     if messages:
         bottom, middle = top + row * len(ranks), LEFT + WIDTH / 2
         rows.cursor(panel, [(0.0, begin), *timing.cursor()], top - 2, bottom + 2)
-        for text, x, low, look in (
-            ("0", LEFT, 14, "m"),
-            (human_seconds(span), LEFT + WIDTH, 14, "m e"),
-            *((line, middle, 32 + 16 * k, "m c") for k, line in enumerate(LEGEND)),
-        ):
-            panel.write(text, x, bottom + low, 12, look)
+        panel.write("0", LEFT, bottom + 14, 12, "m")
+        panel.write(human_seconds(span), LEFT + WIDTH, bottom + 14, 12, "m e")
+        panel.lines(LEGEND, middle, bottom + 32, 16, 12, "m c")
 
 
 def _words(event: Event) -> str:

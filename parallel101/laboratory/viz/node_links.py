@@ -87,13 +87,11 @@ def node_scene(chip: str | Chip = "H100") -> Scene:
         panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=widths[kind])
         panel.write(name, LEGEND + 42, y, 15, "b")
         panel.write(per_second(rate), END, y, 15, "b e")
-        for line in textwrap.wrap(text, 34):
-            y += 20
-            panel.write(line, LEGEND + 42, y, 14, "m")
-        y += 44
-    for line in textwrap.wrap(f"Rail i connects card i of {leaf.size} nodes. Two are drawn.", 34):
-        panel.write(line, LEGEND + 42, y, 14)
-        y += 20
+        lines = textwrap.wrap(text, 34)
+        panel.lines(lines, LEGEND + 42, y + 20, 20, 14, "m")
+        y += 20 * len(lines) + 44
+    drawn = f"Rail i connects card i of {leaf.size} nodes. Two are drawn."
+    panel.lines(textwrap.wrap(drawn, 34), LEGEND + 42, y, 20, 14)
     return scene
 
 

@@ -104,8 +104,7 @@ def draw_plot(
     scene.head("", subtitle)
     scene.children[0].attributes["data-narrow"] = "none"
     narrow = scene.add("g", **ONLY_NARROW)
-    for k, line in enumerate(textwrap.wrap(title, 40)):
-        narrow.write(line, 28, 36 + 22 * k, 17, "b")
+    narrow.lines(textwrap.wrap(title, 40), 28, 36, 22, 17, "b")
     x_axis, y_axis = axes
     bottom, marked = height - 46.0, sum(bool(curve.points) for curve in curves) > 1
     for panel, left, most, end in ((scene.panel("none"), 86, 8, END), (narrow, 82, 4, PHONE - 28)):

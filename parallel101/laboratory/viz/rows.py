@@ -17,6 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import bookkeeping
@@ -184,8 +185,7 @@ class TimeRows:
     def notes(self, notes: Sequence[str]) -> None:
         """Write sentences at the bottom of a scene that has 18 pixels for each."""
         self.scene.intro = " ".join([self.scene.intro, *notes])
-        for k, note in enumerate(reversed(notes)):
-            self.scene.write(note, 28, self.scene.height - 14 - 18 * k, 12, "m")
+        self.scene.lines(notes[::-1], 28, self.scene.height - 14, -18, 12, "m")
 
 
 def event_class(event: Event, colours: dict[str, int]) -> str:
@@ -243,12 +243,8 @@ def span_colours(spans: Iterable[Event]) -> dict[str, int]:
     """
     names = list(dict.fromkeys(e.name or "span" for e in spans))
     taken = {SPAN_COLOURS[name] for name in names if name in SPAN_COLOURS}
-    free = [c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or list(range(8))
-    others = [name for name in names if name not in SPAN_COLOURS]
-    return {
-        name: SPAN_COLOURS[name] if name in SPAN_COLOURS else free[others.index(name) % len(free)]
-        for name in names
-    }
+    free = cycle([c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or range(8))
+    return {n: SPAN_COLOURS[n] if n in SPAN_COLOURS else next(free) for n in names}
 
 
 def legend_entries(

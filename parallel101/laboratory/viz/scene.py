@@ -31,6 +31,7 @@ Point = tuple[float, float]  # (x, y), in units of the picture
 Box = tuple[float, float, float, float]  # x, y, width, height
 MODES = ("linear", "discrete", "ease")
 END = 932.0  # the right end of what is written in a picture
+TO_CHROME = "use fewer, or write run.trace.to_chrome(path) and open it at ui.perfetto.dev"
 PHONE = 480  # the width of a picture on phones
 HATCHING = (  # every scene has it: fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
@@ -106,6 +107,13 @@ class Node:
             return None
         middle = y + height / 2 + 0.35 * room
         return self.write(text, x + width / 2, middle, room, f"{class_} c".strip(), **more)
+
+    def lines(
+        self, texts: Iterable[object], x: Any, y: float, step: float, size: Any, class_: str = ""
+    ) -> None:
+        """Append texts, one below the other, each `step` pixels lower."""
+        for k, text in enumerate(texts):
+            self.write(text, x, y + step * k, size, class_)
 
     def path(self, d: str, class_: str, **attributes: Any) -> Node:
         """Append a path, and return it."""
@@ -251,15 +259,13 @@ class Scene(Node):
         t = self.duration if t is None else min(max(t, 0.0), self.duration)
         plays = smil and self.duration > 0
         body = self._body(t, self.duration if plays else None)
-        style = self.style
+        style, colours = self.style, ""
         if plays and still:
             body = f'<g class="loop">{body}</g><g class="still">{self._body(t, None)}</g>'
             style += _LOOP_OR_STILL
         if theme is None:
             light, dark = f"svg{{{variables('light')}}}", f"svg{{{variables('dark')}}}"
             colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
-        else:
-            colours = ""
         text = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" '
@@ -300,12 +306,10 @@ class Scene(Node):
         loop = self.svg(smil=True)
         name = "p101-" + hashlib.sha256(loop.encode()).hexdigest()[:12]
         setup = self.player_setup() | {"css": PLAYER_CSS}
-        still = (
-            f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">'
-            if self.stops
-            else ""
-        )
-        alt = escape(self.alt)
+        alt, still = escape(self.alt), ""
+        if self.stops:
+            reduced = "(prefers-reduced-motion: reduce)"
+            still = f'<source media="{reduced}" srcset="{data_uri(self.svg())}">'
         return (
             f'<figure id="{name}" class="p101" aria-label="{escape(self.title)}" '
             'data-lm-suppress-shortcuts="true" '
@@ -329,8 +333,7 @@ class Scene(Node):
             f"<body>{self.html()}</body></html>\n"
         )
 
-    def _repr_html_(self) -> str:
-        return self.html()
+    _repr_html_ = html
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the scene as the kind of file that the name's ending asks for.

@@ -145,9 +145,8 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
             terms_held = parts[0].counts if parts else (1,)
             if min(terms_held) < 1 and all(part.counts == terms_held for part in parts):
                 terms = f"{sum(count > 0 for count in terms_held)} of {len(terms_held)}"
-                for line, word in enumerate((terms, "terms")):
-                    right_of = x + place[2] + 8
-                    panel.write(word, right_of, y + 11 + 14 * line, 11, "w" if wrong else "m")
+                look = "w" if wrong else "m"
+                panel.lines((terms, "terms"), x + place[2] + 8, y + 11, 14, 11, look)
     for rank, at in enumerate(plan.coordinates()):
         y = TOP + rank * row + large / 2
         head.write(f"rank {rank}", 28, y, 13, "b")

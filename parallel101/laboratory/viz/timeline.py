@@ -40,7 +40,7 @@ from parallel101.laboratory.viz.rows import (
     trace_facts,
     unfinished_text,
 )
-from parallel101.laboratory.viz.scene import END, Scene, check_ranks
+from parallel101.laboratory.viz.scene import END, TO_CHROME, Scene, check_ranks
 
 TOP, HEAD = 112.0, 30.0  # of the first row; the height of a panel's name
 BESIDE = 812.0  # the right end of the rows if numbers are beside them
@@ -77,8 +77,7 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     Raises:
         ValueError: more than 128 ranks (ui.perfetto.dev can show more: see `trace.to_chrome`).
     """
-    instead = "use fewer, or write trace.to_chrome(path) and open it at ui.perfetto.dev"
-    check_ranks(trace.world_size, MOST_RANKS, instead)
+    check_ranks(trace.world_size, MOST_RANKS, TO_CHROME)
     return _scene(trace, time_windows(trace), title, path_of(trace) if critical_path else None)
 
 
