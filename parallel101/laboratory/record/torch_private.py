@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from ctypes import string_at
 from datetime import timedelta
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -176,15 +176,10 @@ def called_instead(
         del function.__globals__[instead]
 
 
-class RunningBatch(NamedTuple):
-    """A call of `batch_isend_irecv` that is running."""
+def running_batch(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """Return the frame of the `batch_isend_irecv` to which `frame` belongs, and its messages.
 
-    frame: FrameType
-    messages: int  # how many it posts in all
-
-
-def running_batch(frame: FrameType | None) -> RunningBatch | None:
-    """Return the call of `batch_isend_irecv` to which `frame` belongs, or None outside a batch.
+    These are how many it posts in all. Outside a batch: None and 0.
 
     `frame` is the caller of a group's send or recv. For a process group written in Python, torch
     posts the messages of a batch one by one, and does not say where it begins. Relies on isend and
@@ -194,11 +189,11 @@ def running_batch(frame: FrameType | None) -> RunningBatch | None:
     code = inspect.unwrap(c10d.batch_isend_irecv).__code__
     for _ in range(6):
         if frame is None:
-            return None
+            break
         if frame.f_code is code:
-            return RunningBatch(frame, len(frame.f_locals["p2p_op_list"]))
+            return frame, len(frame.f_locals["p2p_op_list"])
         frame = frame.f_back
-    return None
+    return None, 0
 
 
 class RankWorld:
@@ -354,11 +349,10 @@ def wrap_new_groups(
     @functools.wraps(original)
     def new_group_with_tag(*args, **kwargs):
         call = signature.bind(*args, **kwargs)
-        if call.arguments.get("backend") in (None, name):
-            call.arguments["backend"] = wrapped
-        with context(
-            call.arguments.get("ranks"), call.arguments.get("use_local_synchronization", False)
-        ):
+        given = call.arguments
+        if given.get("backend") in (None, name):
+            given["backend"] = wrapped
+        with context(given.get("ranks"), given.get("use_local_synchronization", False)):
             made = original(*call.args, **call.kwargs)
         name_backend(name)
         return made
@@ -417,11 +411,10 @@ def generator_memory() -> Callable[[], bytes] | None:
         memory = (ctypes.c_char * (318 * 8)).from_address(start + offset)
         look = functools.partial(getattr, memory, "raw")
         seen = {look()}
-        for _ in range(700):  # one period of the 624 words, then normals, which come in pairs
-            torch.rand((), generator=generator, device="cpu")
-            seen.add(look())
-        for dtype in (torch.float32, torch.float64) * 2:
-            torch.randn((), generator=generator, dtype=dtype, device="cpu")
+        # one period of the 624 words, then normals, which come in pairs
+        normals = [(torch.randn, torch.float32), (torch.randn, torch.float64)]
+        for draw, dtype in [(torch.rand, torch.float32)] * 700 + normals * 2:
+            draw((), generator=generator, dtype=dtype, device="cpu")
             seen.add(look())
         return look if len(seen) == 705 else None
     finally:
@@ -438,14 +431,14 @@ def optimizers_as_on_a_gpu() -> Iterator[None]:
     Relies on the functions of torch.utils._foreach_utils that list the devices with such kernels.
     """
     # torch.optim hides the name of its module, which has the same functions
-    modules: list[Any] = [
+    optimizer, utils = (
         importlib.import_module(name)
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
-    ]
+    )
     names = [f"_get_{kind}_kernels_supported_devices" for kind in ("fused", "foreach")]
-    devices = {name: [*getattr(modules[0], name)(), "meta"] for name in names}
+    devices = {name: [*getattr(optimizer, name)(), "meta"] for name in names}
     lists: dict[str, Any] = {name: functools.partial(list, devices[name]) for name in names}
-    with mock.patch.multiple(modules[0], **lists), mock.patch.multiple(modules[1], **lists):
+    with mock.patch.multiple(optimizer, **lists), mock.patch.multiple(utils, **lists):
         yield
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -113,17 +113,8 @@ class VirtualRank:
     def add_span(
         self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False
     ) -> None:
-        span = span_event(
-            rank=self.number,
-            name=name,
-            start=start,
-            end=end,
-            seq=self.spans,
-            where=caller(),
-            labels=args,
-            waiting=waiting,
-        )
-        self.world.events.append(tuple(span))
+        about: dict[str, Any] = {"where": caller(), "seq": self.spans, "waiting": waiting}
+        self.world.events.append(tuple(span_event(self.number, name, start, end, args, **about)))
         self.spans += 1
 
 
@@ -314,6 +305,11 @@ class World:
             self.failed_rank = None if rank is None else rank.number
             if self.second is not None:
                 self.second.failure = error
+
+    def raise_in(self, rank: VirtualRank, error: Exception) -> NoReturn:
+        """End the run by an error that the rank's own call raises."""
+        self.fail(error, rank)
+        raise error
 
     def only_rank_threads(self) -> bool:
         """Return whether no thread that a rank has started is still running."""

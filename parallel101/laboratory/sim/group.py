@@ -84,18 +84,15 @@ class SharedState:
 
     def unfinished(self) -> list[EventRow]:
         """Return the events of all that has not ended, as if it ended now."""
-        in_flight = self.world.in_flight()
-        matched = [
-            send for send in in_flight if isinstance(send, MessageWork) and send.receive is not None
-        ]
-        messages = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
-        collectives = [
-            *self.incomplete.values(),
-            *(item for item in in_flight if isinstance(item, RunningCollective)),
-        ]
+        rows = [work.row(number) for work, number in self.unmatched.numbered().items()]
+        collectives = [*self.incomplete.values()]
+        for item in self.world.in_flight():
+            if isinstance(item, RunningCollective):
+                collectives.append(item)
+            elif isinstance(item, MessageWork) and item.receive is not None:
+                rows += [item.row(item.seq), item.receive.row(item.seq)]
         works = [work for collective in collectives for work in collective.works.values()]
-        unmatched = [work.row(number) for work, number in self.unmatched.numbered().items()]
-        return unmatched + messages + [work.row(work.posted) for work in works]
+        return rows + [work.row(work.posted) for work in works]
 
     def unwaited(self) -> list[MessageWork]:
         """Return the sends and receives for which no rank has waited, in the order of posting.
@@ -137,9 +134,7 @@ class SimGroup(PointToPointGroup):
         torch_name: str | None = None,
     ):
         label = shared.label(name, list(ranks))
-        super().__init__(
-            shared.world, shared.unmatched, member, label, list(ranks), shared.payload_bytes
-        )
+        super().__init__(shared, member, label, list(ranks))
         self.shared = shared
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
@@ -164,15 +159,11 @@ class SimGroup(PointToPointGroup):
         """
         if self.member.number not in ranks:
             return None
-        group = self.sub_group(ranks, group_name)
+        group = type(self)(self.shared, self.member, group_name, ranks)
         group.set_timeout(timeout)
         torch_private.describe_group(group, group_desc)
         NewGroupCall(group).wait()
         return group
-
-    def sub_group(self, ranks: Sequence[int], name: str) -> SimGroup:
-        """Make a group of some ranks, including this one, without waiting for the others."""
-        return type(self)(self.shared, self.member, name, ranks)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.posted
@@ -214,13 +205,9 @@ class SimGroup(PointToPointGroup):
         return self._begin(call, spec.own_tensors(args), buffers, args)
 
     def _begin(self, call: Call, *given: Any) -> CollectiveWork:
-        work = CollectiveWork(self, self._collective_with((self.label, self.posted)), call, *given)
+        work = CollectiveWork(self, (self.label, self.posted), call, *given)
         work.collective.join(work)
         return work
-
-    def _collective_with(self, key: tuple) -> RunningCollective:
-        """Return the collective that `key` numbers. The first rank that calls it makes it."""
-        return self.shared.incomplete.setdefault(key, RunningCollective(self, key))
 
 
 class NewGroupCall:
@@ -263,12 +250,12 @@ class NewGroupCall:
 
 
 class CollectiveWork(SimWork, dist.Work):
-    """One rank's call of a collective."""
+    """One rank's call of the collective that `key` numbers. The first rank's call makes that."""
 
     def __init__(
         self,
         group: SimGroup,
-        collective: RunningCollective,
+        key: tuple,
         call: Call,
         tensors: list[torch.Tensor],
         buffers: list[Buffers],
@@ -280,7 +267,7 @@ class CollectiveWork(SimWork, dist.Work):
         self.done = False
         self.future = None
         self.group = group
-        self.collective = collective
+        self.collective = group.shared.incomplete.setdefault(key, RunningCollective(group, key))
         self.own_call = call
         self.buffers = buffers
         self.tensors = tensors
@@ -323,15 +310,6 @@ class CollectiveWork(SimWork, dist.Work):
         )
 
 
-def mixed_devices(work: CollectiveWork) -> MisuseError:
-    """Return the error for a rank with numbers among ranks with virtual GPUs, or vice versa."""
-    return MisuseError(
-        f"{work.own_call.brief}: some ranks pass tensors on the meta device, which have no "
-        f"numbers, and others pass tensors with numbers. {ON_META}",
-        work.rank.number,
-    )
-
-
 class RunningCollective:
     """One collective of a group.
 
@@ -365,17 +343,16 @@ class RunningCollective:
 
     def end(self) -> None:
         """End the collective, because its time is over: all ranks get their results."""
-        works = [self.call_of(rank) for rank in self.group.ranks]
-        world = self.group.world
+        world, ranks = self.group.world, self.group.ranks
+        if world.mirrors is not None:  # a rank's call counts for all that it stands for
+            ranks = list(map(world.mirrors.representative, ranks))
+        works = [self.works[rank] for rank in ranks]
         world.without_modes(lambda: self._move(works))
         if world.failure is not None:
             return
         for work in dict.fromkeys(works):
             world.events.append(work.row(self.started))
             work.finish()
-
-    def call_of(self, rank: int) -> CollectiveWork:
-        return self.works[rank]
 
     @torch.no_grad()
     def _move(self, works: list[CollectiveWork]) -> None:
@@ -404,6 +381,11 @@ class RunningCollective:
             moves = moves_of(first.kind, buffers, root)
             for position, output, inputs in moves:
                 if any(x.nbytes and x.is_meta != output.is_meta for x in inputs):
-                    world.fail(mixed_devices(works[position]))
+                    work = works[position]
+                    problem = (
+                        f"{work.own_call.brief}: some ranks pass tensors on the meta device, which "
+                        f"have no numbers, and others pass tensors with numbers. {ON_META}"
+                    )
+                    world.fail(MisuseError(problem, work.rank.number))
                     return
             execute(moves, first.op)

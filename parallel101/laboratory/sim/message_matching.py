@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -49,6 +49,9 @@ from parallel101.laboratory.record.signatures import (
 from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.spans import Collective, current_collective
+
+if TYPE_CHECKING:
+    from parallel101.laboratory.sim.group import SharedState
 
 NO_MESSAGE_YET = object()
 
@@ -152,9 +155,7 @@ class MessageWork(SimWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self.waited and self.done and self.future is None:
-            error = waited_twice(self.rank.number, self.kind)
-            self.world.fail(error, self.rank)
-            raise error
+            self.world.raise_in(self.rank, waited_twice(self.rank.number, self.kind))
         self.waited = True
         if not self.done:
             seconds = None if timeout is None else own_limit(timeout)
@@ -173,9 +174,7 @@ class MessageWork(SimWork):
         self.rank.unwaited.discard(self)
         before, self.snapshot = self.snapshot, None
         if before is not None and snapshot(self.pointer, self.nbytes) != before:
-            error = tensor_changed(self.call())
-            self.world.fail(error, self.rank)
-            raise error
+            self.world.raise_in(self.rank, tensor_changed(self.call()))
         if self.data is not None and self.kind == "recv":
             memory(self.nbytes).from_address(self.pointer).raw = self.data
             self.data = None
@@ -258,19 +257,8 @@ class MessageWork(SimWork):
     def call(self) -> Call:
         group, me = self.group, self.rank.number
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
-        return Call(
-            rank=me,
-            kind=self.kind,
-            peers=peers,
-            tag=self.tag,
-            group=group.label,
-            seq=0,
-            nbytes=self.nbytes,
-            shape=self.shape,
-            dtype=self.dtype,
-            where=self.where,
-            within=self.within,
-        )
+        call = Call(me, self.kind, peers, group.label, 0, self.where, self.tag, self.nbytes)
+        return call._replace(shape=self.shape, dtype=self.dtype, within=self.within)
 
     own_call = property(call)  # as a collective's work has it
 
@@ -342,15 +330,19 @@ class UnmatchedMessages:
             if not is_send and send.nbytes <= self.eager:
                 return  # it has started already
         world = send.world
-        world.links.request(world.now, send.order, send.rank.number, send.number, send)
+        request = (world.now, send.order, send.rank.number, send.number, send, 0, -1)
+        world.links.requests.append(request)
 
     def match(self, send: MessageWork, channel: list, receive: MessageWork) -> None:
         """Note that a send and a receive are one message. Raises MisuseError if they differ."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
         if fit and not (send.pointer and receive.pointer) and send.pointer != receive.pointer:
-            error = one_on_meta(send, receive)
-            send.world.fail(error, receive.rank)
-            raise error
+            meta, other = (receive, send) if send.pointer else (send, receive)
+            problem = (
+                f"{meta.call().brief} has a tensor on the meta device, which has no numbers, and "
+                f"{other.call().brief} has one with numbers. {ON_META}"
+            )
+            send.world.raise_in(receive.rank, MisuseError(problem, receive.rank.number))
         fit = fit and (
             send.shape == receive.shape or long_dims(send.shape) == long_dims(receive.shape)
         )
@@ -359,8 +351,7 @@ class UnmatchedMessages:
             error = send.world.call_checker.error() or MisuseError(
                 f"{disagreement(send.call(), receive.call())}", receive.rank.number
             )
-            send.world.fail(error, receive.rank)
-            raise error
+            send.world.raise_in(receive.rank, error)
         self.matched(send, channel, receive)
 
     def matched(self, send: MessageWork, channel: list, receive: MessageWork) -> None:
@@ -377,25 +368,17 @@ class PointToPointGroup(torch_private.PythonGroup):
 
     takes_meta = True
 
-    def __init__(
-        self,
-        world: World,
-        unmatched: UnmatchedMessages,
-        member: VirtualRank,
-        label: str,
-        ranks: list[int],
-        payload_bytes: int,
-    ):
+    def __init__(self, shared: SharedState, member: VirtualRank, label: str, ranks: list[int]):
         super().__init__(ranks.index(member.number), len(ranks))  # type: ignore[call-arg]
-        self.world = world
-        self.unmatched = unmatched
-        self.channels: Channels = unmatched.channels[label]
+        self.world = shared.world
+        self.unmatched = shared.unmatched
+        self.channels: Channels = shared.unmatched.channels[label]
         self.member = member
         self.label = label
         self.ranks = ranks
         self.position = ranks.index(member.number)
         self.count = len(ranks)
-        self.payload_bytes = payload_bytes
+        self.payload_bytes = shared.payload_bytes
         # The collective of the last message and what follows from it, as most collectives post many
         # messages. Not computed before the first message, because torch may set the group's
         # description later.
@@ -478,18 +461,7 @@ ON_META = (
 )
 
 
-def one_on_meta(send: MessageWork, receive: MessageWork) -> MisuseError:
-    """Return the error for a message with numbers on one side and the meta device on the other."""
-    meta, other = (receive, send) if send.pointer else (send, receive)
-    return MisuseError(
-        f"{meta.call().brief} has a tensor on the meta device, which has no numbers, and "
-        f"{other.call().brief} has one with numbers. {ON_META}",
-        receive.rank.number,
-    )
-
-
-def refuse(problem: str, rank: VirtualRank, where: str) -> None:
+def refuse(problem: str, rank: VirtualRank, where: str) -> NoReturn:
     """Raise the MisuseError for a tensor that a rank cannot send or receive."""
     error = MisuseError(f"rank {rank.number} passes {problem}. At {where}", rank.number)
-    rank.world.fail(error, rank)
-    raise error
+    rank.world.raise_in(rank, error)

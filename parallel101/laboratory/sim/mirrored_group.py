@@ -11,12 +11,7 @@ from parallel101.laboratory.record import torch_private
 from parallel101.laboratory.record.errors import MisuseError
 from parallel101.laboratory.sim.async_work import SimWork
 from parallel101.laboratory.sim.clock import World
-from parallel101.laboratory.sim.group import (
-    CollectiveWork,
-    RunningCollective,
-    SharedState,
-    SimGroup,
-)
+from parallel101.laboratory.sim.group import SharedState, SimGroup
 from parallel101.laboratory.sim.message_matching import MessageWork, UnmatchedMessages
 from parallel101.laboratory.sim.mirrored import MirroredAxes
 from parallel101.spans import Collective
@@ -86,8 +81,7 @@ class MirroredMessages(UnmatchedMessages):
                 f"{send.call().brief}",
                 receive.rank.number,
             )
-            send.world.fail(error, receive.rank)
-            raise error
+            send.world.raise_in(receive.rank, error)
         self.matched(send, channel, receive)
 
 
@@ -157,13 +151,3 @@ class MirroredGroup(SimGroup):
             channel = work.tag, *ends, steps, "message"
         self.unmatched.meet(work, self.channels[channel])
         return work
-
-    def _collective_with(self, key: tuple) -> RunningCollective:
-        return self.shared.incomplete.setdefault(key, MirroredCollective(self, key))
-
-
-class MirroredCollective(RunningCollective):
-    """A collective of torch's own. Each rank's call counts for all that it stands for."""
-
-    def call_of(self, rank: int) -> CollectiveWork:
-        return self.works[mirrors_of(self.group.world).representative(rank)]

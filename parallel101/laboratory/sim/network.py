@@ -16,6 +16,7 @@ times are in torch_collectives.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -342,24 +343,15 @@ class Links:
     ):
         self.schedule = schedule  # schedule(time, event): event() is called at that time
         self.latency_overlaps = latency_overlaps
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # messages add theirs once they are ready to start
         self.freed: list[int] = []
         self.busy: set[int] = set()
         self.queues: dict[int, list[Request]] = {}
 
-    def request(
-        self, now: float, order: int, sender: int, number: int, message: LinkTransfer
-    ) -> None:
-        """Ask for the links of a message's first hop: it is ready to start."""
-        self.requests.append((now, order, sender, number, message, 0, -1))
-
     def waiting(self) -> list[LinkTransfer]:
         """Return the messages that do not have all of their links yet."""
-        return [
-            request[4]
-            for requests in (self.requests, *self.queues.values())
-            for request in requests
-        ]
+        requests = itertools.chain(self.requests, *self.queues.values())
+        return [request[4] for request in requests]
 
     def free(self, hop: tuple[int, ...]) -> None:
         """Free the links of a hop that a message has left.

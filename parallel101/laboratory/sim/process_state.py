@@ -102,7 +102,7 @@ class ProcessStates:
         modules = self.undo.enter_context(RankModules())
         self.add(modules, "loaded", lambda: modules.at_start)
         self.undo.enter_context(functions_of_running_rank())
-        for owner, name, fresh in (*own_random_states(), *own_attributes()):
+        for owner, name, fresh in own_attributes():
             self.add(owner, name, fresh)
         self.knows_accelerate = self.add_accelerate()
 
@@ -161,7 +161,12 @@ class ProcessStates:
 
 
 def own_attributes() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
-    """Yield attributes of which each rank has its own value, and what makes the first one."""
+    """Yield attributes of which each rank has its own value, and what makes the next rank's."""
+    of_torch, fresh = TorchRandom(), torch.Generator().get_state()
+    yield of_torch, "state", lambda: fresh
+    yield of_torch, "dtype", torch.get_default_dtype
+    for _, module, name, make in hidden_generators():
+        yield module, name, map(make, itertools.count()).__next__
     environ: Any = os.environ  # not the name in os: the program may have imported it by name
     yield environ, "_data", lambda: dict(environ._data)
     for owner, name in ((builtins, "print"), (sys, "stdout"), (sys, "stderr")):
@@ -312,15 +317,6 @@ def hidden_generators() -> list[tuple[ModuleType, Any, str, Callable[[int], Any]
 
         hidden.append((np.random, np.random.mtrand, "_rand", np.random.RandomState))
     return hidden
-
-
-def own_random_states() -> Iterator[tuple[Any, str, Callable[[], Any]]]:
-    """Yield attributes of which each rank has its own value, and what makes the next rank's."""
-    of_torch, fresh = TorchRandom(), torch.Generator().get_state()
-    yield of_torch, "state", lambda: fresh
-    yield of_torch, "dtype", torch.get_default_dtype
-    for _, owner, name, make in hidden_generators():
-        yield owner, name, map(make, itertools.count()).__next__
 
 
 @contextmanager

@@ -267,10 +267,10 @@ class QueuedGroup(SimGroup):
     def post(self, message: MessageWork, src: int, dst: int) -> Operation:
         """Put a send or a receive into a queue."""
         coalescing = self.batch is not None and self.batch_call is None
-        batch = None if coalescing else torch_private.running_batch(sys._getframe(2))
-        if batch is not None and batch.frame is not self.batch_call:
-            self.batch, self.batch_call = Operation(self), batch.frame
-        elif batch is None and not coalescing:  # also after a batch that broke off with an error
+        call, messages = (None, 0) if coalescing else torch_private.running_batch(sys._getframe(2))
+        if call is not None and call is not self.batch_call:
+            self.batch, self.batch_call = Operation(self), call
+        elif call is None and not coalescing:  # also after a batch that broke off with an error
             self.batch = self.batch_call = None
         if self.batch is None:
             operation = Operation(self)
@@ -281,7 +281,7 @@ class QueuedGroup(SimGroup):
             return operation
         operation = self.batch
         operation.add(message)
-        if batch is not None and len(operation.messages) == batch.messages:
+        if len(operation.messages) == messages:
             self._end_batch()
         return operation
 
@@ -294,7 +294,7 @@ class QueuedGroup(SimGroup):
             )
         self.called[call.kind] += 1
         key = (self.label, self.called[call.kind], call.kind)
-        work = QueuedCollective(self, self._collective_with(key), call, *given)
+        work = QueuedCollective(self, key, call, *given)
         coalescing = self.batch is not None and self.batch_call is None
         operation = self.batch if self.batch is not None and coalescing else Operation(self)
         operation.add(work)

@@ -59,7 +59,7 @@ from parallel101.laboratory.sim.process_state import ProcessStates
 from parallel101.laboratory.sim.queue_notes import queue_notes
 from parallel101.laboratory.sim.queues import QueuedGroup, QueuedState
 from parallel101.laboratory.sim.second_world import SecondGroups
-from parallel101.laboratory.sim.stores import SimStore, SimStores
+from parallel101.laboratory.sim.stores import Keys, SimStore, sim_stores
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
 
@@ -121,31 +121,28 @@ def simulate(
     if not recording:
         world.events = deque(maxlen=0)  # type: ignore[assignment]
     torch_worlds = [torch_private.RankWorld() for _ in world.ranks]
-    shared: SharedState
-    new_group: Callable[..., SimGroup]
+    kinds: tuple[str, type[SharedState], type[Any]] = "sim", SharedState, SimGroup
     if mirrors is not None:
-        shared = alike = MirroredState(world, payload_bytes)
-        backend, new_group = "sim", partial(MirroredGroup, alike)
+        kinds = "sim", MirroredState, MirroredGroup
     elif rules == "nccl":
-        shared = queued = QueuedState(world, payload_bytes)
-        backend, new_group = "sim_nccl", partial(QueuedGroup, queued)
-        world.deadlock_notes = partial(queue_notes, queued)
-    else:
-        shared = SharedState(world, payload_bytes)
-        backend, new_group = "sim", partial(SimGroup, shared)
+        kinds = "sim_nccl", QueuedState, QueuedGroup
+    backend, state_kind, group_kind = kinds
+    shared = state_kind(world, payload_bytes)
     second = SecondGroups(shared)
-    if isinstance(second.shared, QueuedState):
-        second.world.deadlock_notes = partial(queue_notes, second.shared)
+    both = (shared, second.shared)
+    for state in both:
+        if isinstance(state, QueuedState):
+            state.world.deadlock_notes = partial(queue_notes, state)
     on_start(shared)
-    stores, ranks = SimStores(), {rank.number: rank for rank in world.ranks}
+    keys, ranks = Keys(), {rank.number: rank for rank in world.ranks}
 
     def main(number: int) -> Any:
         # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one
         # core
         torch.set_num_threads(1)
         rank = ranks[number]
-        group = new_group(rank, "world", range(world_size), "0")
-        store = SimStore(stores.default)
+        group = group_kind(shared, rank, "world", range(world_size), "0")
+        store = SimStore(keys)
         torch_worlds[rank.index].add_default(group, "0", backend, store, world_size)
         try:
             return rank_main(number)
@@ -165,7 +162,7 @@ def simulate(
         profiler = torch_private.around_profiler(states.use_profiler)
         futures = torch_private.ahead_of_futures(wait_for_future, poll_future)
         barrier = torch_private.called_instead(dist.monitored_barrier, _on_sim)
-        with on_one_core(), futures, profiler, stores.used(), barrier:
+        with on_one_core(), futures, profiler, sim_stores(), barrier:
             results = world.run(main, states.switch)
     finally:
         torch_private.name_groups_by_thread(False)
@@ -175,14 +172,9 @@ def simulate(
         threading.stack_size(stack)
     error = world.failure
     unfinished = [] if error is None else shared.unfinished()
-    both = (shared, second.shared)
-    unwaited = [
-        call
-        for state in both
-        for call in (
-            [work.call() for work in state.unwaited()] if error is None else state.dropped()
-        )
-    ]
+    unwaited: list[Call] = []
+    for state in both:
+        unwaited += [w.call() for w in state.unwaited()] if error is None else state.dropped()
     of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
     return SimResult(
         results,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial, partialmethod
 from typing import Any, NoReturn
@@ -158,66 +158,56 @@ class SimStore(dist.Store):
             self.keys.waits.discard(wait)
 
 
-class SimStores:
-    """The stores of a run, which its ranks find by their names."""
+@contextlib.contextmanager
+def sim_stores() -> Iterator[None]:
+    """Let the program use the stores of a run, which its ranks find by their names, inside."""
+    named: dict[tuple, Keys] = defaultdict(Keys)
+    ports = iter(range(1 << 16, 1 << 30))  # for port 0: real ones are smaller
 
-    def __init__(self) -> None:
-        self.default = Keys()
-        named: dict[tuple, Keys] = defaultdict(Keys)
-        ports = iter(range(1 << 16, 1 << 30))  # for port 0: real ones are smaller
+    class SimTCPStore(SimStore):
+        """A store in place of torch's TCPStore. A port is only a name here."""
 
-        class SimTCPStore(SimStore):
-            """A store in place of torch's TCPStore. A port is only a name here."""
+        def __init__(
+            self,
+            host_name: str,
+            port: int,
+            world_size: int | None = None,
+            is_master: bool = False,
+            timeout: timedelta = TORCHS_DEFAULT,
+            wait_for_workers: bool = True,
+            **_: Any,
+        ):
+            self.host, self.port = host_name, port or next(ports)
+            super().__init__(named[self.host, self.port], timeout)
+            called = f"TCPStore(world_size={world_size})"
+            self._rank(called)
+            self.keys.joined += 1
+            if self.keys.joined == world_size:
+                self.set(ALL_HERE, "")
+            if wait_for_workers and world_size:
+                self._until(called, [ALL_HERE], timeout)
 
-            def __init__(
-                self,
-                host_name: str,
-                port: int,
-                world_size: int | None = None,
-                is_master: bool = False,
-                timeout: timedelta = TORCHS_DEFAULT,
-                wait_for_workers: bool = True,
-                **_: Any,
-            ):
-                self.host, self.port = host_name, port or next(ports)
-                super().__init__(named[self.host, self.port], timeout)
-                called = f"TCPStore(world_size={world_size})"
-                self._rank(called)
-                self.keys.joined += 1
-                if self.keys.joined == world_size:
-                    self.set(ALL_HERE, "")
-                if wait_for_workers and world_size:
-                    self._until(called, [ALL_HERE], timeout)
+    class SimFileStore(SimStore):
+        """A store in place of torch's FileStore, without the file."""
 
-        class SimFileStore(SimStore):
-            """A store in place of torch's FileStore, without the file."""
+        def __init__(self, file_name: str, world_size: int = -1):
+            self.path = os.path.abspath(file_name)
+            super().__init__(named[self.path,])
 
-            def __init__(self, file_name: str, world_size: int = -1):
-                self.path = os.path.abspath(file_name)
-                super().__init__(named[self.path,])
-
-        # each process has a HashStore for itself
-        self.instead: dict[str, Any] = {
-            "TCPStore": SimTCPStore,
-            "FileStore": SimFileStore,
-            "HashStore": SimStore,
-        }
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Let the program use these stores, inside the block."""
-        with contextlib.ExitStack() as changes:
-            changes.enter_context(mock.patch.multiple(dist, **self.instead))
-            changes.enter_context(torch_private.called_instead(rpc.init_rpc, _refuse_rpc))
-            yield
+    # each process has a HashStore for itself
+    stores: dict[str, Any] = {
+        "TCPStore": SimTCPStore,
+        "FileStore": SimFileStore,
+        "HashStore": SimStore,
+    }
+    no_rpc = torch_private.called_instead(rpc.init_rpc, lambda _: _refuse_rpc)
+    with mock.patch.multiple(dist, **stores), no_rpc:
+        yield
 
 
-def _refuse_rpc(_: Callable[..., Any]) -> Callable[..., NoReturn]:
-    def init_rpc(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            "torch.distributed.rpc answers calls on threads of its own, and all ranks of the sim "
-            "backend are one process in which one rank runs at a time. Use backend='gloo' "
-            "(parallel101 run --backend gloo)"
-        )
-
-    return init_rpc
+def _refuse_rpc(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "torch.distributed.rpc answers calls on threads of its own, and all ranks of the sim "
+        "backend are one process in which one rank runs at a time. Use backend='gloo' "
+        "(parallel101 run --backend gloo)"
+    )
