@@ -99,7 +99,7 @@ class LastEvents(threading.Thread):
                 self.taken += self.size
                 self.summed = summed([*earlier, *events])
                 if self.files is not None:
-                    self.files.write_batch(number, events, (), earlier)
+                    self.files.write(events, (), earlier, number)
                 kept = self.size * len(self.batches) + len(self.recorded)
                 while self.batches and kept - self.size >= self.limit:
                     oldest, kept = self.batches.popleft(), kept - self.size
@@ -114,7 +114,7 @@ class LastEvents(threading.Thread):
             with self.lock:
                 events = self.in_seconds(list(self.recorded))
                 number = self.taken // self.size + 1
-                self.files.write_batch(number, events, unfinished, self.summed)
+                self.files.write(events, unfinished, self.summed, number)
 
     def rows(self, newest: Callable[[], list[EventRow]]) -> tuple[list[EventRow], list[Event]]:
         """Return all events that are kept, and the sums of those before them.

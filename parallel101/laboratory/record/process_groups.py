@@ -50,12 +50,8 @@ def init(
         recorder.clock = GpuClock()
     name = f"parallel101_{backend}"
     if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(
-            name,
-            partial(_create, backend),
-            extended_api=True,
-            devices=["cuda"] if backend == "nccl" else ["cpu"],
-        )
+        make, devices = partial(_create, backend), ["cuda" if backend == "nccl" else "cpu"]
+        dist.Backend.register_backend(name, make, extended_api=True, devices=devices)
         torch_private.leave_out_of_flight_recorder(name)
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
@@ -91,11 +87,8 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
     others = tuple(rank for rank in members if rank != recorder.rank)
     seq = recorder.count_collective(label, operation)
     call = Call(recorder.rank, "new_group", others, label, seq, "?")
-    began = recorder.now()
     with recorder.blocked_in(WatchedWork(world, call)):
         yield
-    if recorder.record_waits:
-        recorder.add_wait(call, began)
 
 
 def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:

@@ -66,28 +66,18 @@ class RankFiles:
     ) -> None:
         """Write the record of the rank, or one batch of it.
 
-        The file appears whole or not at all. A rank's own file replaces those of its batches.
+        The file appears whole or not at all. A rank's own file replaces those of its batches. A
+        batch is written again if it has grown; if that fails, the program goes on.
         """
         path = rank_file(self.directory, self.rank, number)
         written = path.with_name(f"writing-{path.name}")
         kept, *others = (events_of(rows) for rows in (events, unfinished, earlier))
-        Trace(kept, self.world_size, self.backend, *others).save(written)
-        written.replace(path)
-        if not number:
-            for batch in _files(self.directory, self.rank)[self.rank].keys() - {0}:
-                self.delete(batch)
-
-    def write_batch(
-        self,
-        number: int,
-        events: Iterable[EventRow],
-        unfinished: Iterable[EventRow],
-        earlier: Iterable[EventRow],
-    ) -> None:
-        """Write a batch, again if it has grown."""
         try:
-            self.write(events, unfinished, earlier, number)
+            Trace(kept, self.world_size, self.backend, *others).save(written)
+            written.replace(path)
         except OSError as error:
+            if not number:
+                raise
             if not self.failed:
                 print(
                     f"parallel101: rank {self.rank} can't write its record: {error}. The script "
@@ -95,6 +85,9 @@ class RankFiles:
                     flush=True,
                 )
             self.failed = True
+        if not number:
+            for batch in _files(self.directory, self.rank)[self.rank].keys() - {0}:
+                self.delete(batch)
 
     def delete(self, number: int) -> None:
         rank_file(self.directory, self.rank, number).unlink(missing_ok=True)

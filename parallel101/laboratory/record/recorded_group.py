@@ -12,7 +12,7 @@ collective of the program, also those of DistributedDataParallel and of sub-grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -99,26 +99,21 @@ class RecordedGroup(torch_private.PythonGroup):
     # ---- messages ----
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
-        return self._message("send", dst, tag, self.inner.send, tensors, dst, tag)
+        return self._message("send", dst, tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
-        return self._message("recv", src, tag, self.inner.recv, tensors, src, tag)
+        return self._message("recv", src, tensors, src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         # of two ranks, any rank is the other
         position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None
-        return self._message("recv", position, tag, self.inner.recv_anysource, tensors, tag)
+        return self._message("recv_anysource", position, tensors, tag)
 
     def _message(
-        self,
-        kind: str,
-        position: int | None,
-        tag: int,
-        start: Callable[..., dist.Work],
-        tensors: list[torch.Tensor],
-        *args: int,
+        self, method: str, position: int | None, tensors: list[torch.Tensor], *args: int
     ) -> dist.Work:
-        recorder, tensor = self.recorder, tensors[0]
+        """Post a message by this method of the backend. Its tag is the last of `args`."""
+        recorder, tensor, kind, tag = self.recorder, tensors[0], method[:4], args[-1]
         peer = None if position is None else rank_at(recorder.rank, kind, position, self.ranks)
         where, nbytes = caller(), size(tensor)
         seq = recorder.next_seq((kind, peer, tag, self.label), where, nbytes)
@@ -138,7 +133,7 @@ class RecordedGroup(torch_private.PythonGroup):
             work.received = tensor if small and not sent else None
             payload = values(sent) if small and sent else None
             began = work.record(self._event_group(collective), sent, payload)
-        return work.started(start(tensors, *args), began)
+        return work.started(getattr(self.inner, method)(tensors, *args), began)
 
     def batch(self, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
         """Start messages as one batch, whose work becomes theirs.
@@ -182,7 +177,8 @@ class RecordedGroup(torch_private.PythonGroup):
                 spec.unwritten_inputs(args, recorder.rank == call.root),
                 values(spec.own_tensors(args)) if small else None,
             )
-        with recorder.blocked_in(work):  # some of them block here already
+        # some of them block here already, and this one until it is over
+        with recorder.blocked_in(work, recorded=method == "monitored_barrier"):
             inner = run(*args, **kwargs)
         return work.started(inner, began)
 
@@ -202,9 +198,5 @@ class RecordedGroup(torch_private.PythonGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        work = self._collective("monitored_barrier", (timeout,), wait_all_ranks=wait_all_ranks)
         # it has no work of torch's own: when it returns, it is over
-        if work.began is not None:
-            if self.recorder.record_waits:
-                self.recorder.add_wait(work.call, work.began[1])
-            work.ended()
+        self._collective("monitored_barrier", (timeout,), wait_all_ranks=wait_all_ranks).ended()

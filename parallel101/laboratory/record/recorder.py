@@ -16,7 +16,7 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -127,10 +127,8 @@ class RankRecorder:
             return
         taken = 0 if self.last_events is None else self.last_events.taken
         seq = taken + len(self.recorded)
-        where = caller()
-        self.recorded.append(
-            span_event(self.rank, name, start, end, args, where=where, seq=seq, waiting=waiting)
-        )
+        about: dict[str, Any] = {"where": caller(), "seq": seq, "waiting": waiting}
+        self.recorded.append(span_event(self.rank, name, start, end, args, **about))
 
     def add_wait(self, call: Call, began: Any) -> None:
         """Record that the program was blocked in a call until now.
@@ -189,13 +187,19 @@ class RankRecorder:
         return count + 1
 
     @contextmanager
-    def blocked_in(self, work: WatchedWork) -> Iterator[None]:
-        """Mark the program's own thread as possibly blocked in a call, inside the block."""
+    def blocked_in(self, work: WatchedWork, recorded: bool = True) -> Iterator[None]:
+        """Mark the program's own thread as possibly blocked in a call, inside the block.
+
+        `recorded`: whether the time becomes a span, in a run that records them.
+        """
         before, self.waiting = self.waiting, work
+        began = self.now() if recorded and self.record_waits else None
         try:
             yield
         finally:
             self.waiting = before
+            if began is not None:
+                self.add_wait(work.call, began)
 
     def status(
         self,
@@ -339,11 +343,7 @@ class WatchedWork(dist.Work):
     received: torch.Tensor | None = None
 
     def __init__(
-        self,
-        group: Any,
-        call: Call,
-        limit: float | None = None,
-        limit_in_call: bool = False,
+        self, group: Any, call: Call, limit: float | None = None, limit_in_call: bool = False
     ):
         super().__init__()
         self.group, self.call, self.recorder = group, call, group.recorder
@@ -409,22 +409,15 @@ class WatchedWork(dist.Work):
         works = self.batch or (self,)
         for work in works:
             work.kept = True
-        in_program, began = threading.get_ident() == recorder.thread, None
+        in_program = threading.get_ident() == recorder.thread
         if in_program:
             if timeout:
                 self.limit, self.limit_in_call = own_limit(*timeout), True
             elif self.limit is not None and is_message:
                 # gloo's messages keep the limit that their group began with
                 timeout = (timedelta(seconds=self.limit),)
-            recorder.waiting = self
-            began = recorder.now() if recorder.record_waits else None
-        try:
+        with recorder.blocked_in(self) if in_program else nullcontext():
             answer = self.inner.wait(*timeout)
-        finally:
-            if in_program:
-                recorder.waiting = None
-            if began is not None:
-                recorder.add_wait(self.call, began)
         self.waited |= in_program
         for work in works:
             work.ended(checked=True)

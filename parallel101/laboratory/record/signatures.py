@@ -13,6 +13,7 @@ here: which tensors can be sent as they are, and whether one has changed since.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import Array, c_char
 from datetime import timedelta
@@ -32,6 +33,7 @@ WHOLE = 1 << 20
 SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
 # what may be passed instead of options, and its name in them
 OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+TENSORS = re.compile(r"^(tensor|output|input)(?!\w*split_sizes$).*")
 TORCHS_LIMITS = default_pg_timeout, default_pg_nccl_timeout
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 # with as many bytes on all ranks: gloo waits for ever for those that are missing
@@ -192,7 +194,8 @@ def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any
         return tuple(args)
     tensors = ["tensors"] if len(spec.depths) == 1 else ["outputs", "inputs"][: len(spec.depths)]
     names = [*tensors, *(["output_split_sizes", "input_split_sizes"] if spec.splits else [])]
-    named = {_plain_name(name): value for name, value in kwargs.items()}
+    # torch has many keywords for tensors: output_tensors, output, outputTensor, …
+    named = {TENSORS.sub(r"\1s", name): value for name, value in kwargs.items()}
     if len(args) > len(names) and isinstance(args[len(names)], spec.options):
         args, named = args[: len(names)], {**named, "opts": args[len(names)]}
     either = Parameter.POSITIONAL_OR_KEYWORD
@@ -210,18 +213,6 @@ def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any
             setattr(options, OPTIONS[name], given[name])
     nested = [_nested(given[name], depth) for name, depth in zip(tensors, spec.depths)]
     return (*nested, *(given[name] for name in names[len(tensors) :]), options)
-
-
-def _plain_name(name: str) -> str:
-    """Return "tensors", "outputs" or "inputs" for one of torch's many keywords for tensors.
-
-    Such keywords are output_tensors, output, outputTensor, … Other names stay as they are.
-    """
-    if name.endswith("split_sizes"):
-        return name
-    return next(
-        (plain for plain in ("tensors", "outputs", "inputs") if name.startswith(plain[:-1])), name
-    )
 
 
 def _nested(tensors: Any, depth: int) -> Any:

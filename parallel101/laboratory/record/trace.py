@@ -103,11 +103,12 @@ class Trace:
         trace._rows = list(rows)
         if trace.earlier:
             trace._keep_what_all_ranks_kept()
-        if backend != "sim":
-            trace._number_receives_from_anyone()
-        if backend != "sim" and trace.unfinished:
+        if backend == "sim":
+            return trace
+        trace._number_receives_from_anyone()
+        if trace.unfinished:
             trace._end_sends_with_their_receives()
-        if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
+        if first := [*trace.events[:1], *trace.unfinished[:1]]:
             zero = min(event.start for event in [*first, *trace.earlier])
             trace.events, trace.unfinished, trace.earlier = (
                 shifted(events, zero) for events in (trace.events, trace.unfinished, trace.earlier)
@@ -132,16 +133,14 @@ class Trace:
 
         The others are those from the rank whose message was received.
         """
-        mixed = {channel(e) for e in self.events if e.kind == "recv" and e.seq < 0}
-        if not mixed:
-            return
-        counts: dict[tuple, int] = defaultdict(int)
-        for place, e in sorted(
-            enumerate(self.events), key=lambda entry: (entry[1].posted, abs(entry[1].seq))
-        ):
-            if e.kind == "recv" and (key := channel(e)) in mixed:
+        receives = [(index, e) for index, e in enumerate(self.events) if e.kind == "recv"]
+        mixed = {channel(e) for _, e in receives if e.seq < 0}
+        counts = dict.fromkeys(mixed, 0)
+        receives.sort(key=lambda entry: (entry[1].posted, abs(entry[1].seq)))
+        for index, e in receives if mixed else ():
+            if (key := channel(e)) in mixed:
                 counts[key] += 1
-                self.events[place] = e._replace(seq=counts[key])
+                self.events[index] = e._replace(seq=counts[key])
 
     def _end_sends_with_their_receives(self) -> None:
         """Move each send that has ended from `unfinished` to `events`.
@@ -149,16 +148,13 @@ class Trace:
         A send for which nobody waited has ended if its receive has.
         """
         ends = {call_key(e): e.end for e in self.events if e.kind == "recv"}
-        ended = {
-            id(e): ends[key]
-            for e in self.unfinished
-            if e.kind == "send" and (key := call_key(e)) in ends
-        }
-        moved = [
-            e._replace(end=max(e.start, ended[id(e)])) for e in self.unfinished if id(e) in ended
-        ]
-        self.unfinished = [e for e in self.unfinished if id(e) not in ended]
-        self.events = sorted([*self.events, *moved], key=BY_TIME)
+        unfinished, self.unfinished = self.unfinished, []
+        for e in unfinished:
+            if e.kind == "send" and (end := ends.get(call_key(e))) is not None:
+                self.events.append(e._replace(end=max(e.start, end)))
+            else:
+                self.unfinished.append(e)
+        self.events.sort(key=BY_TIME)
 
     @functools.cached_property
     def events(self) -> list[Event]:

@@ -73,12 +73,9 @@ def find_deadlock(
         peers = tuple(needs[rank])
         peer = None if call.from_anyone else peers if len(peers) > 1 else peers[0]
         waiting[rank] = (call.kind, peer, call.where)
-    return DeadlockError(
-        waiting,
-        cycle(needs),
-        [r for r in gone if any(r in need for need in needs.values())],
-        notes=[*notes, *_unmatched_waits(stuck)],
-    )
+    awaited = [r for r in gone if any(r in need for need in needs.values())]
+    notes = [*notes, *_unmatched_waits(stuck)]
+    return DeadlockError(waiting, cycle(needs), awaited, notes=notes)
 
 
 def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
@@ -245,13 +242,8 @@ class WaitForGraph:
         notes = deadlock.notes + self._different_collectives(deadlock.waiting)
         if not deadlock.notes:
             notes += self._unmatched_messages({*deadlock.waiting, *returned})
-        return DeadlockError(
-            deadlock.waiting,
-            deadlock.cycle,
-            deadlock.returned,
-            self.dropped_works() if without_dropped else (),
-            notes,
-        )
+        dropped = self.dropped_works() if without_dropped else ()
+        return DeadlockError(deadlock.waiting, deadlock.cycle, deadlock.returned, dropped, notes)
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """Return the ranks that have not posted their part of a call, according to the reports.
