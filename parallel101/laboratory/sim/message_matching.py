@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -49,9 +49,6 @@ from parallel101.laboratory.record.signatures import (
 from parallel101.laboratory.sim.async_work import SimFuture, SimWork
 from parallel101.laboratory.sim.clock import VirtualRank, World
 from parallel101.spans import Collective, current_collective
-
-if TYPE_CHECKING:
-    from parallel101.laboratory.sim.group import SharedState
 
 NO_MESSAGE_YET = object()
 
@@ -368,17 +365,18 @@ class PointToPointGroup(torch_private.PythonGroup):
 
     takes_meta = True
 
-    def __init__(self, shared: SharedState, member: VirtualRank, label: str, ranks: list[int]):
+    # `shared` is a SharedState; group.py imports this file
+    def __init__(self, shared: Any, member: VirtualRank, label: str, ranks: list[int]):
         super().__init__(ranks.index(member.number), len(ranks))  # type: ignore[call-arg]
-        self.world = shared.world
-        self.unmatched = shared.unmatched
-        self.channels: Channels = shared.unmatched.channels[label]
+        self.world: World = shared.world
+        self.unmatched: UnmatchedMessages = shared.unmatched
+        self.channels: Channels = self.unmatched.channels[label]
         self.member = member
         self.label = label
         self.ranks = ranks
         self.position = ranks.index(member.number)
         self.count = len(ranks)
-        self.payload_bytes = shared.payload_bytes
+        self.payload_bytes: int = shared.payload_bytes
         # The collective of the last message and what follows from it, as most collectives post many
         # messages. Not computed before the first message, because torch may set the group's
         # description later.
