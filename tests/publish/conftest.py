@@ -81,7 +81,7 @@ class Course:
 
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
-    made = Course(tmp_path)
+    made = Course(tmp_path / "pictures")  # a name of a folder that is left out inside a course
 
     def run(path: Path, **_: object) -> v4.NotebookNode:
         made.ran.append(path.stem)

@@ -37,7 +37,7 @@ def arrange(body: BeautifulSoup) -> None:
     number_cells(body, cells)
     for cell in cells:
         if source := cell.find("div", class_="input"):
-            _wrap([source], _details(body, "code", "Code", open_=True))
+            _fold(body, [source], "code", "Code", open="")
     contents = name_headings(body)
     fold_answers(body, cells)
     make_sections(body)
@@ -93,7 +93,7 @@ def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
     for cell in [*cells, None]:
         if cell is None or begins_anew(cell):
             if answer:
-                _wrap(answer, _details(body, "answer", "Show what happened"))
+                _fold(body, answer, "answer", "Show what happened")
             bold = cell.select("blockquote strong") if cell is not None else []
             asked, answer = any(b.get_text().startswith("Predict") for b in bold), []
         elif answer:
@@ -120,18 +120,17 @@ def shorten(body: BeautifulSoup, text: Tag) -> None:
     """Show the first and the last lines of a long text, and fold the lines between them."""
     if text.find(True):  # coloured text: a colour may begin in one line and end in another
         if (count := text.get_text().count("\n")) > LONGEST:
-            _wrap([text], _details(body, "lines", f"{count:,} lines"))
+            _fold(body, [text], "lines", f"{count:,} lines")
         return
     lines = text.get_text().splitlines(keepends=True)
     if len(lines) <= LONGEST:
         return
-    folded = _details(body, "lines", f"{len(lines) - 2 * SHOWN_LINES:,} more lines")
     middle, last = body.new_tag("pre"), body.new_tag("pre")
     text.string = "".join(lines[:SHOWN_LINES])
     middle.string = "".join(lines[SHOWN_LINES:-SHOWN_LINES])
     last.string = "".join(lines[-SHOWN_LINES:])
-    folded.append(middle)
-    text.insert_after(folded, last)
+    text.insert_after(middle, last)
+    _fold(body, [middle], "lines", f"{len(lines) - 2 * SHOWN_LINES:,} more lines")
 
 
 def is_text(cell: Tag) -> bool:
@@ -149,16 +148,9 @@ def begins_anew(cell: Tag) -> bool:
     return is_text(cell) and cell.select_one(f"{marks}, {table}") is not None
 
 
-def _details(body: BeautifulSoup, kind: str, summary: str, *, open_: bool = False) -> Tag:
-    details = body.new_tag("details", attrs={"class": kind, **({"open": ""} if open_ else {})})
-    label = body.new_tag("summary")
+def _fold(body: BeautifulSoup, elements: list[Tag], kind: str, summary: str, **more: str) -> None:
+    """Put the elements into a <details>, which takes the place of the first."""
+    details, label = body.new_tag("details", attrs={"class": kind, **more}), body.new_tag("summary")
     label.string = summary
-    details.append(label)
-    return details
-
-
-def _wrap(elements: list[Tag], wrapper: Tag) -> None:
-    """Put the elements into the wrapper, which takes the place of the first."""
-    elements[0].insert_before(wrapper)
-    for element in elements:
-        wrapper.append(element.extract())
+    elements[0].insert_before(details)
+    details.extend([label, *elements])

@@ -112,11 +112,9 @@ def _lead_somewhere(
         return
     target = posixpath.normpath(posixpath.join(folder, path))
     kind, name, *_ = [*target.split("/"), ""]  # a lesson's notebook, or the folder of a homework
-    if target in PAGES:
-        page = PAGES[target].address
-    else:  # that of a lesson, of a homework, or of the glossary
-        inside = kind in ("lessons", "homework")
-        page = f"{name.partition('.')[0]}.html" if inside else ""
+    page = PAGES[target].address if target in PAGES else ""
+    if not page and kind in ("lessons", "homework"):  # or of the glossary
+        page = f"{name.partition('.')[0]}.html"
     if page in pages:
         link["href"] = page + hash + heading
     elif repository is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import NamedTuple
 
 # With this policy the browser loads nothing from outside the page. `external_addresses` in page.py
@@ -45,25 +46,9 @@ def offline_html(title: str, body: str, scripts_beside: bool = False) -> str:
     if scripts_beside:  # on a disk, not every browser counts a file as "self"
         policy = POLICY.replace("script-src", "script-src 'self' file:")
     light, dark = _code_colours() if HIGHLIGHTED.search(body) else ("", "")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-{light}
-@media screen and (prefers-color-scheme: dark) {{
-{dark}
-}}
-{file_text("page.css")}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
+    frame, css = Template(file_text("page.html")), file_text("page.css")
+    values = {"policy": policy, "light": light, "dark": dark, "css": css}
+    return frame.substitute(values, title=escape(title), body=body)
 
 
 def _code_colours() -> tuple[str, str]:

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import quote
 
-from bs4 import BeautifulSoup, Tag
+from bs4 import BeautifulSoup
 from jinja2 import pass_context
 from markupsafe import Markup
 from nbconvert import HTMLExporter
@@ -56,6 +56,8 @@ NEEDS_KERNEL = (
 )
 HELP = re.compile(r"^help\((\w+)\.(\w+)\)\s*$")  # of a homework's function
 NONE: Mapping = MappingProxyType({})
+# the picture for the index: that of the cell with the tag `cover`, or the first that plays
+COVERS = ".celltag_cover figure.p101", "figure.p101:has(source)", "figure.p101"
 NARROW = re.compile(r'"narrow": (.*?), "css"')  # in the script after a picture
 
 
@@ -154,7 +156,8 @@ def lesson_body(
         link = soup.new_tag("a", href=str(frame["data-page"]))
         link.string = str(frame["title"])
         frame.replace_with(link)
-    if figure := _cover(soup):  # before `arrange` moves pictures out of their cells
+    figures = filter(None, map(soup.select_one, COVERS))
+    if figure := next(figures, None):  # before `arrange` moves pictures out of their cells
         figure["class"] = "p101 cover"
     arrange(soup)
     for text in list(soup.find_all("strong", string=HOMEWORK)):
@@ -167,18 +170,6 @@ def lesson_body(
             link["href"] = NOTEBOOK.sub(r"\1.html\2", str(link["href"]))
     glossary.link_first_uses(soup, glossary.read_terms(folder))
     return str(soup)
-
-
-def _cover(soup: BeautifulSoup) -> Tag | None:
-    """Return the picture for the index.
-
-    It is the one in the cell with the tag `cover`, or the first that plays.
-    """
-    return (
-        soup.select_one(".celltag_cover figure.p101")
-        or soup.select_one("figure.p101:has(source)")
-        or soup.select_one("figure.p101")
-    )
 
 
 class Cover(NamedTuple):

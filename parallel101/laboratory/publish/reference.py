@@ -71,24 +71,23 @@ def make_reference() -> tuple[dict[str, str], list[SearchEntry]]:
             search=False,
             template_directory=templates,
         )
-        pdoc.render.env.filters |= {
-            "highlight": _source,
-            "format_signature": _signature,
-            "with_columns": with_columns,
-        }
+        used = shown_members, linked_members, is_documented
+        pdoc.render.env.globals |= {"groups": groups} | {one.__name__: one for one in used}
+        filters = {"highlight": _source, "format_signature": _signature}
+        pdoc.render.env.filters |= filters | {"with_columns": with_columns}
         pdoc.render_helpers.markdown_extensions["fenced-code-blocks"] = {"cssclass": "highlight"}
         for name, module in modules.items():
-            pdoc.render.env.globals |= {
-                "groups": groups[name],
-                "shown_members": shown_members,
-                "linked_members": linked_members,
-                "is_documented": is_documented,
-            }
-            page = _page(name)
             body = pdoc.render.html_module(module, modules)
-            pages[page] = _framed(name, body, page)
+            pages[_page(name)] = _framed(name, body, _page(name))
     names = [one for name in modules for one in _names(modules[name], groups[name])]
-    pages[ADDRESS] = _framed(TITLE, _index(modules, groups, names), ADDRESS)
+    by_address = {one.address: one for one in names}
+    parts = [
+        (modules[name], title, [by_address[f"{_page(name)}#{member}"] for member in members])
+        for name in modules
+        for title, members in groups[name]
+    ]
+    body = render("reference_index", title=TITLE, parts=parts, first_sentence=first_sentence)
+    pages[ADDRESS] = _framed(TITLE, body, ADDRESS)
     return pages, names
 
 
@@ -224,17 +223,3 @@ def _framed(title: str, body: str, page: str) -> str:
     html = render("reference", root=root, index=index, title=TITLE, body=Markup(body))
     whole = f"{title}: parallel101" if title == TITLE else title
     return offline_html(whole, html, scripts_beside=True)
-
-
-def _index(
-    modules: dict[str, pdoc.doc.Module],
-    groups: dict[str, list[tuple[str, list[str]]]],
-    names: list[SearchEntry],
-) -> str:
-    by_address = {one.address: one for one in names}
-    parts = [
-        (module, title, [by_address[f"{_page(module.modulename)}#{name}"] for name in members])
-        for module in modules.values()
-        for title, members in groups[module.modulename]
-    ]
-    return render("reference_index", title=TITLE, parts=parts, first_sentence=first_sentence)

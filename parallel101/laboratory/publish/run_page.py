@@ -165,7 +165,7 @@ def step_chooser(
     Raises ValueError if the record has none of the chosen steps, or if they have too many events.
     """
     events = drawn.events
-    known = steps or _parts(min(e.start for e in events), max(e.end for e in events))
+    known = steps or _parts(drawn)
     if chosen is not None:
         known = _only(known, chosen)
         begin, end = known.times[0][0], max(stop for _, stop in known.times)
@@ -249,9 +249,9 @@ def _only(known: TrainingSteps, chosen: tuple[int, int]) -> TrainingSteps:
     return known._replace(first=begin, times=times)
 
 
-def _parts(begin: float, end: float) -> TrainingSteps:
-    width = (end - begin) / PARTS
-    edges = [begin + k * width for k in range(PARTS + 1)]
+def _parts(drawn: Trace) -> TrainingSteps:
+    begin, end = min(e.start for e in drawn.events), max(e.end for e in drawn.events)
+    edges = [begin + k * (end - begin) / PARTS for k in range(PARTS + 1)]
     return TrainingSteps("", 1, list(zip(edges, edges[1:])))
 
 

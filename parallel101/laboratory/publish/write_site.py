@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import nbformat
@@ -69,6 +68,7 @@ from parallel101.laboratory.publish.syllabus import Syllabus
 from parallel101.laboratory.publish.tools import TOOLS, collectives_atlas_page
 
 ROOT, INDEX = Path(PACKAGE), "index.html"
+LEFT = "__pycache__", "pictures"  # by a run, or by a learner
 STAMPS = ".ran/made_from.json"  # from what the files of a site were made: name → digest
 ATLAS = (  # what the runs of the atlas and their pictures depend on
     *("collectives", "cost", "mesh.py", "spans.py"),
@@ -233,7 +233,14 @@ def _files(
         files[f"{task.name}.html"] = course_page(task.title, body, homework=True)
     terms, more = read_terms(course.folder), list[Page]()
     tools = TOOLS if ran and course.whole else ()
-    files |= _tools(tools, out, report)
+    for tool in tools:
+        began, page = time.perf_counter(), tool.PAGE
+        runs = _digest_of_package(*ATLAS)
+        if tool is collectives_atlas_page and _is_unchanged(out, page.address, runs):
+            report(f"✓ {page.title} has not changed")
+            continue
+        files |= tool.files()
+        report(f"✓ {page.title} took {time.perf_counter() - began:.1f} s")
     if course.whole:
         known = [one.address for one in (*shown, *course.homework.values())]
         pages = [*known, *[GLOSSARY.address] * bool(terms)]
@@ -248,9 +255,8 @@ def _files(
         files |= reference | {SEARCH: search_index(found, terms)}
         more = [REFERENCE, *more]
     if not course.whole:  # the terms that its pages link to
-        links = re.findall(
-            rf'"{GLOSSARY.address}#([^"]+)"', "".join([*texts.values(), *files.values()])
-        )
+        written = "".join([*texts.values(), *files.values()])
+        links = re.findall(rf'"{GLOSSARY.address}#([^"]+)"', written)
         terms = [term for term in terms if term.anchor in links]
     if terms:
         files[GLOSSARY.address] = course_page(GLOSSARY.title, "", terms=terms)
@@ -266,20 +272,6 @@ def _files(
         course.repository,
         search,
     )
-    return files
-
-
-def _tools(tools: Iterable[ModuleType], out: Path, report: Callable[[str], None]) -> dict[str, str]:
-    """Return the pages that play without Python; the atlas only if its runs have changed."""
-    files: dict[str, str] = {}
-    for tool in tools:
-        began, page = time.perf_counter(), tool.PAGE
-        runs = _digest_of_package(*ATLAS)
-        if tool is collectives_atlas_page and _is_unchanged(out, page.address, runs):
-            report(f"✓ {page.title} has not changed")
-            continue
-        files |= tool.files()
-        report(f"✓ {page.title} took {time.perf_counter() - began:.1f} s")
     return files
 
 
@@ -340,30 +332,29 @@ def _digest_of_site(folder: Path, *facts: object) -> str:
 
     That includes the homework and the pages around the lessons.
     """
-    around = [folder, folder.parent / "homework", folder.parent / "docs"]
-    files = [file for place in around for file in place.rglob("*") if file.is_file()]
-    left = {"__pycache__", "pictures"}  # by a run, or by a learner
-    files = [f for f in files if not left & {*f.parts} and not f.name.startswith(".")]
-    citation = [file for file in (folder.parent / CITATION,) if file.exists()]
-    return _digest([*files, *citation], _digest_of_package(), facts, machine())
+    around = [folder, *(folder.parent / name for name in ("homework", "docs", CITATION))]
+    return _digest(around, _digest_of_package(), facts, machine())
 
 
 @cache
 def _digest_of_package(*parts: str) -> str:
-    """Return the digest of this package, or of these files and folders of it.
+    """Return the digest of this package, or of these files and folders of it."""
+    return _digest([ROOT / part for part in parts] or [ROOT])
 
-    The files of the interpreter and of a wheel don't count.
+
+def _digest(places: Iterable[Path], *facts: object) -> str:
+    """Return a digest of files, by name and content, and of what else a page depends on.
+
+    `places` are files, and folders with all files in them, but for those that a run or a learner
+    leaves there, and hidden ones.
     """
-    places = [ROOT / part for part in parts] or [ROOT]
-    files = (path for place in places for path in (place, *place.rglob("*")) if path.is_file())
-    other = {"__pycache__", "notebooks"}
-    return _digest(path for path in files if not other & {*path.relative_to(ROOT).parts})
-
-
-def _digest(files: Iterable[Path], *facts: object) -> str:
-    """Return a digest of files, by name and content, and of what else a page depends on."""
-    found = hashlib.sha256(repr(facts).encode())
-    for path in sorted({*files}):
+    found, files = hashlib.sha256(repr(facts).encode()), set[Path]()
+    for place in places:
+        for path in (place, *place.rglob("*")):
+            inside = path.relative_to(place).parts
+            if path.is_file() and not any(part in LEFT or part[0] == "." for part in inside):
+                files.add(path)
+    for path in sorted(files):
         found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
 

@@ -118,13 +118,12 @@ def explore_memory(
         TypeError: an unknown field of the layout.
     """
     if gpu not in memory_page.GPUS:
-        known = ", ".join(memory_page.GPUS)
-        raise ValueError(f"gpu={gpu!r} is unknown: expected one of {known}")
-    if isinstance(model, str) and model not in KNOWN_MODELS:
-        model = shape_of_model(model)
-    shape = {} if isinstance(model, str) else asdict(model)
-    chosen = {**shape, **asdict(ParallelLayout(**layout))}
-    chosen.pop("name", None)
-    settings = {"model": model if isinstance(model, str) else "own", "gpu": gpu}
-    settings |= {name: json.dumps(value).strip('"') for name, value in chosen.items()}
+        one_of = f"expected one of {', '.join(memory_page.GPUS)}"
+        raise ValueError(f"gpu={gpu!r} is unknown: {one_of}")
+    known = isinstance(model, str) and model in KNOWN_MODELS
+    settings: dict[str, Any] = {"model": model if known else "own", "gpu": gpu}
+    shape = {} if known else asdict(shape_of_model(model))
+    shape.pop("name", None)
+    for field, value in (shape | asdict(ParallelLayout(**layout))).items():
+        settings[field] = json.dumps(value).strip('"')
     return ToolFrame(memory_page, memory_page.memory_page(), settings, predict)

@@ -17,7 +17,7 @@ from functools import cache
 
 from markupsafe import Markup
 
-from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
+from parallel101.cost.hardware import CHIPS, Chip, Torus
 from parallel101.cost.model_shape import KNOWN, ModelShape
 from parallel101.cost.parallel_layout import AVERAGES, ParallelLayout
 from parallel101.cost.software import TRAINERS
@@ -42,19 +42,13 @@ START = "llama-3-8b", "H100", ParallelLayout(dp=8, microbatches=4)
 OWN = ModelShape(width=768, layers=12, heads=12, vocabulary=50257, time=1024)
 KINDS = {"GPT": "gpt3-175b", "Llama": "llama-3-8b"}  # a model of each kind
 KIND_FIELDS = "gated", "norm", "biases", "positions"
-
-
-def _levels(chip: Chip) -> tuple[Level, ...]:
-    """Return a chip's links, from the inside out; none for a TPU."""
-    return () if isinstance(chip.links, Torus) else chip.links
-
-
-GPUS = {name: chip for name, chip in CHIPS.items() if _levels(chip)}
+GPUS = {name: chip for name, chip in CHIPS.items() if not isinstance(chip.links, Torus)}
 
 
 def _gpu(chip: Chip) -> dict[str, float]:
     """Return the figures with which the page computes."""
-    inside, *outside = _levels(chip)
+    assert not isinstance(chip.links, Torus), "a TPU has no node"
+    inside, *outside = chip.links
     return {
         "memory": chip.hbm_bytes,
         "flops": chip.flops,

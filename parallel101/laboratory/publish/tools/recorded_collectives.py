@@ -173,10 +173,8 @@ def run(
     numbers = numbers_of(choice, nbytes)
 
     def rank_main(rank: int) -> Any:
-        if not watched:
-            call(torch.ones(numbers, dtype=torch.int64))
-            return None
-        return call(origin_tensor(rank, ranks, numbers, torch.int64))
+        ones = torch.ones(numbers, dtype=torch.int64)
+        return call(origin_tensor(rank, ranks, numbers) if watched else ones)
 
     on = links(network.replace("_", " "), ranks, *speed, each=each, inside=inside)
     ran = simulate(rank_main, ranks, on, payload_bytes=nbytes if watched else 0)

@@ -89,15 +89,5 @@ def schedule_builder_page() -> str:
         start=START,
         names=NAMES,
         scores={name: score(of, CHUNKS.get(name, 1)) for name, of in published(*START).items()},
-        hangs=HANGS,
         given={"names": NAMES, "chunks": CHUNKS, "lists": lists},
     )
-
-
-# pytorch issue 172668: stages 0 and 2 on rank 0, 1 and 3 on rank 1
-HANGS = (
-    "0F0,0SEND_F0,0F1,0SEND_F1,2RECV_F0,2F0,2SEND_F0,2RECV_F1,2F1,2SEND_F1,"
-    "2RECV_B0,2B0,2SEND_B0,2RECV_B1,2B1,2SEND_B1,0RECV_B0,0B0,0RECV_B1,0B1\n"
-    "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,3RECV_F0,3F0,3B0,3SEND_B0,3RECV_F1,3F1,3B1,3SEND_B1,"
-    "1RECV_B0,1B0,1SEND_B0,1RECV_B1,1B1,1SEND_B1"
-)
