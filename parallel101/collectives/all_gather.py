@@ -135,7 +135,7 @@ def all_gather(x: Tensor, dim: int = 0, *, sizes: Sizes = None, **options: Any) 
     call = prepare("all_gather", x, own, ALGORITHMS, ON_A_MESH, **options)
     if call is None:
         return nothing(x)
-    blocks = Blocks(call.x.new_empty(call.total), call.elements)
+    blocks = Blocks(call.x.new_empty(sum(call.elements)), call.elements)
     blocks[call.comm.rank].copy_(flat_of(call.x, call.dim))
     call.run(blocks, call.comm)
     return call.shaped(blocks.flat, sum(call.sizes))

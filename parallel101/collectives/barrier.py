@@ -15,7 +15,7 @@ import torch.distributed as dist
 from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.checks import compare
 from parallel101.collectives.comm import Comm, backends_in, comm_of, wait_all
-from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.mesh import GroupLike, group_of
 
 
 def dissemination(comm: Comm) -> None:
@@ -56,14 +56,12 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
     check_algorithm("barrier", algorithm, members, ALGORITHMS, {})
     if members.position is None:
         return
-    comm = comm_of(members, _device(members), "barrier")
+    # a device from which the group's backend can send
+    device = torch.device("cpu")
+    if members.size > 1 and "cpu" not in backends_in(
+        dist.get_backend_config(members.process_group)
+    ):
+        device = torch.device("cuda", torch.cuda.current_device())
+    comm = comm_of(members, device, "barrier")
     compare("barrier", members, algorithm=algorithm)
     choose("barrier", algorithm, ALGORITHMS, 0, comm.size)(comm)
-
-
-def _device(members: Group) -> torch.device:
-    """Return a device from which the group's backend can send."""
-    on_cpu = members.size == 1 or "cpu" in backends_in(
-        dist.get_backend_config(members.process_group)
-    )
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -49,11 +49,6 @@ class Prepared(NamedTuple):
     sizes: Sequence[int]  # of each position's block or shard along dim
     elements: Sequence[int]  # of each block or shard
 
-    @property
-    def total(self) -> int:
-        """The elements of all blocks or shards."""
-        return sum(self.elements)
-
     def shaped(self, flat: Tensor, size: int) -> Tensor:
         """Return values in one row as a tensor of x's shape, but of this size along `dim`."""
         shape = self.x.shape
@@ -180,12 +175,9 @@ def tensor_of(x: Tensor) -> Tensor:
             f"x is a {type(x).__name__}: expected a tensor, with the same shape and dtype as "
             "on the other ranks"
         )
-    kind = "nested tensor" if x.is_nested else type(x).__name__
-    if (
-        x.layout != torch.strided
-        or x.is_nested
-        or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    ):
+    dispatches = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if x.layout != torch.strided or x.is_nested or dispatches:
+        kind = "nested tensor" if x.is_nested else type(x).__name__
         raise TypeError(
             f"x is a {kind} with layout {x.layout}: expected a plain, dense tensor. {_PLAIN}"
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
 import torch
@@ -33,6 +34,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(eq=False)
 class Comm:
     """One rank's view of its group, with which it sends and receives.
 
@@ -48,25 +50,17 @@ class Comm:
         tag: of the messages.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        device: torch.device,
-        batched: bool = False,
-        collective: Collective | None = None,
-        tag: int = COLLECTIVE_TAG,
-    ):
-        assert group.position is not None
-        self.group = group
-        self.rank = group.position
-        self.size = group.size
-        self.shape = group.shape
-        self.device = device
-        self.batched = batched
-        self.collective = collective
-        self.tag = tag
+    group: Group
+    device: torch.device
+    batched: bool = False
+    collective: Collective | None = None
+    tag: int = COLLECTIVE_TAG
+
+    def __post_init__(self) -> None:
+        assert self.group.position is not None
+        self.rank, self.size, self.shape = self.group.position, self.group.size, self.group.shape
         # torch's group that has the messages; None without init_process_group
-        self.carrier: Any = group.process_group or dist.group.WORLD
+        self.carrier: Any = self.group.process_group or dist.group.WORLD
         self._batch: list[Batched] = []  # posted but not started
 
     def isend(self, tensor: Tensor, to: int) -> Work:
@@ -113,7 +107,8 @@ class Comm:
     def along(self, *axes: int) -> Comm:
         """Return the Comm of the ranks on my line (plane, …) along these axes of the mesh."""
         group = self.group.along(*axes)
-        collective = self.collective and collective_of(self.collective.operation, group)
+        recorded = self.collective
+        collective = recorded and collective_of(recorded.operation, group.ranks, group.axis)
         return Comm(group, self.device, self.batched, collective, self.tag)
 
     def _post(self, direction: Callable[..., Any], tensor: Tensor, peer: int) -> Work:
@@ -209,21 +204,12 @@ def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLE
                 "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
         batched = batches(backend)
-    recorded = None if recorder() is None else collective_of(operation, group)
-    return Comm(group, device, batched, recorded, tag)
+    named = None if recorder() is None else collective_of(operation, group.ranks, group.axis)
+    return Comm(group, device, batched, named, tag)
 
 
-@functools.lru_cache(maxsize=1024)
-def _collective(operation: str, ranks: tuple[int, ...], axis: str | None) -> Collective:
-    return Collective(operation, ranks, axis)
-
-
-def collective_of(operation: str, group: Group) -> Collective:
-    """Return the Collective that names this operation in the record.
-
-    Equal ones are one object, so the simulator compares the two sides of a message at once.
-    """
-    return _collective(operation, group.ranks, group.axis)
+# equal ones are one object, so the simulator compares the two sides of a message at once
+collective_of = functools.lru_cache(maxsize=1024)(Collective)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def gather(x: Tensor, dst: int = 0, dim: int = 0, *, sizes: Sizes = None, **opti
         return nothing(x)
     mine = flat_of(call.x, call.dim)
     if call.comm.rank == dst:
-        blocks = Blocks(mine.new_empty(call.total), call.elements)
+        blocks = Blocks(mine.new_empty(sum(call.elements)), call.elements)
         blocks[dst].copy_(mine)
     else:
         blocks = Blocks(mine, call.elements, first=call.comm.rank)

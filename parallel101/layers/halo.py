@@ -113,18 +113,16 @@ def windows_of(dims: int, **window: Any) -> list[dict[str, Any]]:
     """Return the kernel_size, stride, padding and dilation along each dim of a tensor."""
     kernel_size = window["kernel_size"]
     sizes = len(kernel_size) if isinstance(kernel_size, Sequence) else 1
-    windows: list[dict[str, Any]] = [{"kernel_size": 1} for _ in range(dims - sizes)]
-    windows += ({} for _ in range(sizes))
+    values = {name: [x] * sizes if isinstance(x, int) else x for name, x in window.items()}
     for name, value in window.items():
-        values = [value] * sizes if isinstance(value, int) else value
-        if not isinstance(values, Sequence) or len(values) != sizes or sizes > dims:
+        each = values[name]
+        if not isinstance(each, Sequence) or len(each) != sizes or sizes > dims:
             raise ValueError(
                 f"{name}={value!r}: expected an int, or one for each dim of the kernel, such as "
                 f"{(3,) * sizes}; the tensor has {dims} dims"
             )
-        for of_dim, one in zip(windows[dims - sizes :], values):
-            of_dim[name] = one
-    return windows
+    slides: list[dict[str, Any]] = [dict(zip(window, of_dim)) for of_dim in zip(*values.values())]
+    return [{"kernel_size": 1}] * (dims - sizes) + slides
 
 
 class Halo(NamedTuple):

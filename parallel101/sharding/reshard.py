@@ -206,15 +206,8 @@ def apply(
         else:
             joined = step.joined or 0
             whole = size(step.after.block(sizes, mesh, at)[joined])
-            y = all_to_all(
-                y,
-                step.dim,
-                joined,
-                group=along,
-                split_sizes=blocks,
-                concat_sizes=parts(whole, move.axes, mesh),
-                algorithm="pairwise",
-            )
+            both = {"split_sizes": blocks, "concat_sizes": parts(whole, move.axes, mesh)}
+            y = all_to_all(y, step.dim, joined, group=along, algorithm="pairwise", **both)
     return y.view(x.shape) if step.operation == "AllReduce" else y
 
 

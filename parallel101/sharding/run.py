@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding, arrays_in
-from parallel101.sharding.sharding_plan import ShardingPlan, check_tensor, equation
+from parallel101.sharding.sharding_plan import ShardingPlan, check_tensor
 
 # relative errors that rounding explains; other floats may have 2 %, integers none
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -176,10 +176,7 @@ def run(
 
     launched = {"trace": True, **launched}
     ran = launch(on_a_rank, world_size=chosen.world_size, backend=backend, **launched)
-    expected = wholes[0]
-    if len(wholes) == 2:
-        a, b = chosen.operands
-        expected = torch.einsum(equation(a, b, chosen.result), *wholes)
+    expected = wholes[0] if len(wholes) == 1 else chosen.product(*wholes)
     return ShardedRun(chosen, wholes, expected, ran.results, ran, program is not None)
 
 

@@ -84,9 +84,8 @@ class ShardingPlan:
     @property
     def bytes_sent(self) -> list[int]:
         """The exact bytes that each rank sends."""
-        return [
-            sum(of_rank) for of_rank in zip([0] * self.world_size, *map(self.sent_in, self.steps))
-        ]
+        of_steps = map(self.sent_in, self.steps)
+        return [sum(of_rank) for of_rank in zip([0] * self.world_size, *of_steps)]
 
     @property
     def rounds(self) -> int:
@@ -252,14 +251,20 @@ class ShardingPlan:
         for step in self.steps:
             with span(step.title, array=step.after.name):
                 if isinstance(step, Multiply):
-                    factors = held[step.a.name], held[step.b.name]
-                    block = torch.einsum(equation(step.a, step.b, step.after), *factors)
+                    block = self.product(held[step.a.name], held[step.b.name])
                 else:
                     block = apply(step, held[step.after.name], group, self.sizes, self.mesh, at)
             held[step.after.name] = block
             yield dict(held)
         if not self.steps:
             yield {self.result.name: blocks[0].clone()}
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product of the two operands, or of blocks of them."""
+        arrays = (*self.operands, self.result)
+        letters = {dim: chr(ord("a") + i) for i, dim in enumerate(self.sizes)}
+        words = ("".join(letters[dim] for dim in array.dims) for array in arrays)
+        return torch.einsum("{},{}->{}".format(*words), a, b)
 
     def _group(self, mesh: DeviceMesh | None) -> Group:
         """Return the group of the mesh's ranks, with this rank's position if it is one of them."""
@@ -312,10 +317,3 @@ def check_tensor(name: str, x: Tensor) -> None:
 def sent_text(nbytes: int, steps: int) -> str:
     """Return "192 B in 3 steps"."""
     return f"{nbytes:,} B in {steps} step{'s' * (steps != 1)}" if steps else "no message"
-
-
-def equation(a: Sharding, b: Sharding, c: Sharding) -> str:
-    """Return the product as torch.einsum wants it, with a letter for each dim."""
-    dims = list(dict.fromkeys(a.dims + b.dims))
-    words = ("".join(chr(ord("a") + dims.index(dim)) for dim in array.dims) for array in (a, b, c))
-    return "{},{}->{}".format(*words)

@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, einsum
+from torch import Tensor
 
 from parallel101.laboratory.record.trace import Trace
 
@@ -97,15 +97,8 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
             ]
             # as `plan.shard` makes them
             return [(at, whole if not any(at.values()) else whole * 0) for at in ways]
-    a, b = (
-        next(((step.a, step.b) for step in plan.steps if hasattr(step, "b")), plan.operands)
-        if not run.program
-        else plan.operands
-    )
-    letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a.dims + b.dims))}
-    equation = "{},{}->{}".format(
-        *("".join(letters[dim] for dim in one.dims) for one in (a, b, plan.result))
-    )
+    products = [(step.a, step.b) for step in plan.steps if hasattr(step, "b")]
+    a, b = plan.operands if run.program or not products else products[0]
     summed = {
         dim: tuple(dict.fromkeys((*axes, *b.axes[b.dims.index(dim)])))
         for dim, axes in zip(a.dims, a.axes)
@@ -118,7 +111,7 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
         at = dict(zip(axes, coordinates))
         piece, part = torch.zeros_like(run.operands[0]), pieces.block(plan.sizes, plan.mesh, at)
         piece[part] = run.operands[0][part]
-        terms.append((at, einsum(equation, piece, run.operands[1])))
+        terms.append((at, plan.product(piece, run.operands[1])))
     return terms
 
 

@@ -90,9 +90,8 @@ def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
     computing = union((e.start, e.end) for e in events if e.kind == "span" and not e.waiting)
     waiting = union((e.start, e.end) for e in events if e.waiting)
     few_bytes = {id(e) for e in bookkeeping(events)}
-    in_flight = union(
-        (e.start, e.end) for e in events if e.kind != "span" and id(e) not in few_bytes
-    )
+    sent = (e for e in events if e.kind != "span" and id(e) not in few_bytes)
+    in_flight = union((e.start, e.end) for e in sent)
     compute = seconds(computing) - seconds(intersection(computing, waiting))
     overlap = intersection(in_flight, computing)
     return TimeBreakdown(

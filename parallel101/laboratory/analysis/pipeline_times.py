@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.analysis.overlap import (
@@ -32,6 +33,7 @@ from parallel101.laboratory.record.trace import Trace
 
 # a span's name → the kind of its slot
 KINDS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
+in_order = attrgetter("rank", "start", "end")  # of a TimedAction
 Planned = Any  # the result of `schedule(…).time(…)`, whose module imports the picture
 
 
@@ -76,11 +78,8 @@ class PipelineTimes(NamedTuple):
         """Return the bubble rate defined above; 0.0 if nothing was computed."""
         extents = [self.extent(rank) for rank in self.ranks]
         cost = max((end - start for start, end in extents), default=0.0)
-        return (
-            1 - math.fsum(self.work(rank) for rank in self.ranks) / len(self.ranks) / cost
-            if cost
-            else 0.0
-        )
+        work = math.fsum(map(self.work, self.ranks))
+        return 1 - work / len(self.ranks) / cost if cost else 0.0
 
     def of(self, rank: int) -> list[TimedAction]:
         return [slot for slot in self.slots if slot.rank == rank]
@@ -133,15 +132,10 @@ def planned_times(time: Planned) -> PipelineTimes:
     for slot in time.slots:
         parts = slot.action.parts or (slot.action,)
         for i, action in enumerate(parts):
+            what = slot.rank, action.stage, action.kind, action.microbatch
             times = slot.start - begin, slot.end - begin
-            slots.append(
-                TimedAction(
-                    slot.rank, action.stage, action.kind, action.microbatch, *times, i, len(parts)
-                )
-            )
-    return PipelineTimes(
-        sorted(slots, key=lambda s: (s.rank, s.start, s.end)), {}, [], recorded=False
-    )
+            slots.append(TimedAction(*what, *times, i, len(parts)))
+    return PipelineTimes(sorted(slots, key=in_order), {}, [], recorded=False)
 
 
 def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
@@ -192,12 +186,8 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
     for e in window.events:
         if e.waiting and e.end > begin and e.start < end:
             waits[e.rank].append((max(e.start, begin) - begin, min(e.end, end) - begin))
-    times = PipelineTimes(
-        sorted(slots, key=lambda s: (s.rank, s.start, s.end)),
-        {r: union(of) for r, of in waits.items()},
-        [],
-        recorded=True,
-    )
+    merged = {rank: union(of) for rank, of in waits.items()}
+    times = PipelineTimes(sorted(slots, key=in_order), merged, [], recorded=True)
     stages = {rank: times.stages(rank) for rank in times.ranks}
     last_end = {rank: times.extent(rank)[1] for rank in times.ranks}
     for m in trace.messages():

@@ -84,11 +84,8 @@ def origin_tensor(
         )
     most = most_elements(world_size, dtype)
     if numel > most:
-        advice = (
-            "take fewer elements"
-            if most
-            else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
-        )
+        other = ", or torch.int64" if dtype != torch.int64 else ""
+        advice = "take fewer elements" if most else f"take fewer ranks{other}"
         raise ValueError(
             f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can hold "
             f"{most}: {advice}"
@@ -118,17 +115,19 @@ def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
     return max(0, (room + 1) // _check(world_size) - 1)
 
 
-def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | None:
+def decode(values: Sequence[float] | None, world_size: int) -> list[ElementOrigin] | None:
     """Return each value's origin, or None if the values aren't sums of `origin_tensor`'s values.
 
     Args:
-        values: of a payload or a result, flat.
+        values: of a payload or a result, flat; None if they aren't known.
         world_size: the number of ranks of the run.
 
     Returns:
         An ElementOrigin for each value. A zero holds nothing, nor does memory that was never
         written: position None, all counts 0.
     """
+    if values is None:
+        return None
     origins: dict[float, ElementOrigin] = {}
     for value in values:
         if value not in origins:
@@ -159,16 +158,11 @@ def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
         return result.detach().flatten().tolist() if result.numel() <= most else None
     if isinstance(result, (int, float)):
         return [result]
-    if (
-        isinstance(result, Sequence)
-        and not isinstance(result, (str, bytes))
-        and len(result) <= most
-    ):
-        parts = [flat_values(part, most) for part in result]
-        if any(part is None for part in parts):
-            return None
-        return [value for part in parts if part is not None for value in part]
-    return None
+    if isinstance(result, str | bytes) or not isinstance(result, Sequence) or len(result) > most:
+        return None
+    parts = [flat_values(part, most) for part in result]
+    values = [value for part in parts if part is not None for value in part]
+    return None if None in parts else values
 
 
 def is_unwritten(value: float) -> bool:
@@ -202,11 +196,8 @@ def _origin(value: float, world_size: int) -> ElementOrigin | None:
     whole = next((_sum(total, world_size) for total in _multiplied(value, 1, world_size)), None)
     if whole is not None and not whole.mixed:
         return whole
-    divisors = (
-        range(2, max(world_size * min(world_size, 8), 16) + 1)
-        if whole is None
-        else (world_size, world_size**2)
-    )
+    most = max(world_size * min(world_size, 8), 16)
+    divisors = range(2, most + 1) if whole is None else (world_size, world_size**2)
     means = [origin for divisor in divisors for origin in _sums(value, divisor, world_size)]
     if whole is not None:  # a mixture, it seems: it is a mean only if each rank is in it once
         means = [origin for origin in means if set(origin.counts) == {1}]

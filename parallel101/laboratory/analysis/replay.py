@@ -10,11 +10,11 @@ here knows the name of an algorithm.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from operator import add, ge
 from typing import Any, NamedTuple
 
 from parallel101.laboratory.analysis.chunks import Chunk, Chunks, Counts, chunks_of
@@ -75,14 +75,7 @@ class Replay:
 
     def in_step(self, step: int) -> list[int]:
         """Return the indices of a step's messages."""
-        return self._by_step[step]
-
-    @cached_property
-    def _by_step(self) -> dict[int, list[int]]:
-        by_step: dict[int, list[int]] = defaultdict(list)
-        for i, step in enumerate(self.step):
-            by_step[step].append(i)
-        return by_step
+        return [i for i, its_step in enumerate(self.step) if its_step == step]
 
     @cached_property
     def connected(self) -> dict[int, set[int]]:
@@ -162,25 +155,21 @@ def replay_of(
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     numel = None if watched is None else math.prod(watched)
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1, (), numel)
-    payloads = [_decode(m.payload, n) for m in messages]
+    payloads = [decode(m.payload, n) for m in messages]
     sent = [payload for payload in payloads if payload is not None]
     if len(sent) < len(messages):
         return replay
     replay.results = results or ()
     replay.origins = [None] * n
     if any(result is not None for result in replay.results):
-        replay.origins = [_decode(flat_values(result), n) for result in replay.results]
+        replay.origins = [decode(flat_values(result), n) for result in replay.results]
     replay.no_data = bool(messages) and not any(
         any(element.counts) or element.unwritten for payload in sent for element in payload
     )
     replay.unwritten = [any(element.unwritten for element in payload) for payload in sent]
-    given = [_decode(flat_values(x), n) for x in inputs] if inputs is not None else [None] * n
+    given = [decode(flat_values(x), n) for x in inputs] if inputs is not None else [None] * n
     _fill_in(replay, sent, given)
     return replay
-
-
-def _decode(values: list | None, world_size: int) -> Decoded | None:
-    return None if values is None else decode(values, world_size)
 
 
 def _with_meaning(replay: Replay, result: Decoded) -> Decoded:
@@ -220,8 +209,8 @@ def _fill_in(replay: Replay, sent: Sequence[Decoded], given: Sequence[Decoded | 
             # its own stripe, if it isn't known what it was given
             own = given[rank] is None and rank in chunk.stripes and not chunk.mixed
             first = tuple(int(own and r == rank) for r in range(replay.trace.world_size))
-            first = began.get(number, first)
-            replay.cells[rank, number] = _follow(replay, content, rank, number, first)
+            held = began.get(number, first)
+            replay.cells[rank, number] = _follow(replay, content, rank, number, held)
 
 
 def _follow(
@@ -265,17 +254,12 @@ def _guess(held: Counts, carried: Counts, later: Counts | None) -> Counts:
 
     Either more arrives before the rank sends or returns the chunk, or it never does.
     """
-    total = tuple(a + b for a, b in zip(held, carried, strict=True))
-    if later is not None and _contains(later, total):
-        return total
-    if later is not None and _contains(later, carried):
-        return carried
+    total = tuple(map(add, held, carried))
+    for possible in (total, carried):
+        if later is not None and all(map(ge, later, possible)):
+            return possible
     # a rank that receives more than it has keeps what it received
-    return carried if _contains(carried, held) else total
-
-
-def _contains(whole: Counts, part: Counts) -> bool:
-    return all(a >= b for a, b in zip(whole, part, strict=True))
+    return carried if all(map(ge, carried, held)) else total
 
 
 # ── The blocks that each rank was given and returned, as rows: the matrices of a collective

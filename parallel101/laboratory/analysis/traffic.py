@@ -99,16 +99,11 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
         {*messages, *collectives, *(axis for axis, _ in sums)},
         key=lambda axis: (axis is None, place.get(axis or "", len(ORDER)), axis or ""),
     )
-    ranks = range(trace.world_size)
-    return window, [
-        AxisTraffic(
-            axis,
-            messages[axis],
-            collectives[axis],
-            [sums.get((axis, rank), NOTHING) for rank in ranks],
-        )
-        for axis in axes
-    ]
+    rows = []
+    for axis in axes:
+        of_ranks = [sums.get((axis, rank), NOTHING) for rank in range(trace.world_size)]
+        rows.append(AxisTraffic(axis, messages[axis], collectives[axis], of_ranks))
+    return window, rows
 
 
 # ── From rank to rank
@@ -204,9 +199,7 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
     for (kind, ranks, axis, _), of_rank in sums.items():
         by_ranks[kind, ranks, axis].append(of_rank)
     rows = [
-        CollectiveTotals(
-            kind, ranks, axis, max(s.events for s in each), max(s.nbytes for s in each)
-        )
-        for (kind, ranks, axis), each in by_ranks.items()
+        CollectiveTotals._make((*key, max(s.events for s in of), max(s.nbytes for s in of)))
+        for key, of in by_ranks.items()
     ]
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))

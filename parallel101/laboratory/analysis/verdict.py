@@ -30,6 +30,7 @@ from parallel101.laboratory.record.units import chunk_letters, listed, ranks_tex
 
 # what an element of a result is: (its origin, or 0 for a sum; its position)
 ElementKey = tuple[int, int]
+READABLE = "copies, sums or means of the data"
 WITH_ORIGINS = ("all-gather", "gather", "all-to-all")  # a result has parts of several ranks' data
 
 
@@ -257,8 +258,10 @@ class Verdict:
         replay, op = self.replay, self.operation
         if self.faults:
             return self._fault_text()
-        if self.unreadable:
-            return self._not_judged()
+        if ranks := self.unreadable:
+            who = f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
+            who = "the ranks return" if ranks == replay.ranks else who
+            return f"What {who} can't be read as {READABLE}, so it is not judged."
         k, p = len(replay.chunks), len(replay.ranks)
         whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
         data = f"data of {'both' if p == 2 else f'all {p}'} ranks in it"
@@ -286,10 +289,8 @@ class Verdict:
     @property
     def mean(self) -> bool:
         """Return whether a rank returned a sum that was divided."""
-        replay = self.replay
-        return any(
-            element.divisor > 1 for rank in replay.ranks for element in replay.elements(rank)
-        )
+        returned = map(self.replay.elements, self.replay.ranks)
+        return any(element.divisor > 1 for elements in returned for element in elements)
 
     @property
     def unreadable(self) -> list[int]:
@@ -297,14 +298,6 @@ class Verdict:
         results, origins = self.replay.results, self.replay.origins
         has = [rank for rank in self.replay.ranks if results and results[rank] is not None]
         return [rank for rank in has if origins[rank] is None]
-
-    def _not_judged(self) -> str:
-        ranks = self.unreadable
-        who = f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
-        who = "the ranks return" if ranks == self.replay.ranks else who
-        return (
-            f"What {who} can't be read as copies, sums or means of the data, so it is not judged."
-        )
 
     def _joined(self) -> str:
         """Return ", joined along dim 1" if the parts of the results are, else ""."""
@@ -318,7 +311,7 @@ class Verdict:
             first, *others = sorted(faults, key=lambda fault: fault.holders)
             chunks = self.replay.chunks
             parts = [
-                f"rank {fault.holders[0]} with {chunks[fault.chunk].label}" for fault in others
+                f"rank {other.holders[0]} with {chunks[other.chunk].label}" for other in others
             ]
             if len(parts) > 3:
                 parts[2:] = [f"{len(parts) - 2} more ranks with another's"]

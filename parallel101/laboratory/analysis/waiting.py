@@ -211,23 +211,19 @@ def slowest_calls(waited: Sequence[Wait], earlier: Sequence[Event] = ()) -> list
 
 # ── Which call a wait was for, and when the other ranks made their part of it
 
-# (rank, kind, group) → the ends of its events, in order, and these
-Ended = dict[tuple[int, str, str], tuple[list[float], list[Event]]]
+# (rank, kind, group) → its events, in the order of their ends
+Ended = dict[tuple[int, str, str], list[Event]]
 # a call, as all its ranks name it → when each rank posted its part
 Parts = dict[tuple, dict[int, float]]
 
 
 def _by_call(trace: Trace) -> tuple[Ended, Parts]:
-    events: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
+    ended: Ended = defaultdict(list)
     parts: Parts = defaultdict(dict)
-    for event in [*trace.events, *trace.unfinished]:
+    for event in sorted([*trace.events, *trace.unfinished], key=lambda event: event.end):
         if event.kind != "span":
-            events[event.rank, event.kind, event.group.name].append(event)
+            ended[event.rank, event.kind, event.group.name].append(event)
             parts[call_key(event)][event.rank] = event.posted
-    ended = {}
-    for key, of in events.items():
-        of.sort(key=lambda event: event.end)
-        ended[key] = [event.end for event in of], of
     return ended, parts
 
 
@@ -237,12 +233,10 @@ def _event_of(span: Event, ended: Ended) -> Event | None:
     It is the first one of this kind and peer that ended when the wait did, or just after.
     """
     assert span.args is not None
-    times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
-    peer = span.args["peer"]
-    for k in range(bisect_left(times, span.end), len(events)):
-        if peer is None or events[k].peer == peer:
-            return events[k]
-    return None
+    events = ended.get((span.rank, span.name or "", span.args["group"]), [])
+    first, peer = bisect_left(events, span.end, key=lambda event: event.end), span.args["peer"]
+    rest = (events[k] for k in range(first, len(events)))
+    return next((event for event in rest if peer in (None, event.peer)), None)
 
 
 def _wait(
@@ -259,11 +253,7 @@ def _wait(
     posted = parts[call_key(event)]
     if may_lack_parts and not all(rank in posted for rank in needed if rank is not None):
         return unknown._replace(nbytes=event.nbytes)
-    others = [
-        (posted.get(rank, span.end), rank)
-        for rank in needed
-        if rank is not None and rank != span.rank
-    ]
-    when, last = max(others, default=(0.0, None))
+    others = [rank for rank in needed if rank is not None and rank != span.rank]
+    when, last = max(((posted.get(r, span.end), r) for r in others), default=(0.0, None))
     late = min(max(when - span.start, 0.0), span.end - span.start)
-    return Wait(span.rank, kind, span.where, span.start, span.end, event.nbytes, last, late)
+    return unknown._replace(nbytes=event.nbytes, last=last, late=late)
