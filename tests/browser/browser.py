@@ -56,20 +56,22 @@ class Browser(chromium.Browser):
         change = "new Event('change', { bubbles: true })"
         self.js(f"(field => {{ field.{what}; field.dispatchEvent({change}); }})({field})")
 
-    def click(self, element: str) -> None:
-        """Click with the mouse in the middle of an element, given as a JavaScript expression.
+    def click(self, element: str, still: int = 1) -> None:
+        """Click with the mouse in the middle of an element, given as a JavaScript expression, once
+        it has not moved for `still` frames.
 
         If another element covers it, that one gets the click.
         """
         x, y = self.js(f"""new Promise(done => {{
             const place = () => {{
+                ({element}).scrollIntoView({{ block: "center" }});
                 const box = ({element}).getBoundingClientRect();
                 return [box.x + box.width / 2, box.y + box.height / 2];
             }};
-            const rest = was => requestAnimationFrame(() =>
-                place().join() === was.join() ? done(was) : rest(place()));
-            ({element}).scrollIntoView({{ block: "center" }});
-            rest([]); }})""")
+            const rest = (was, frames) => requestAnimationFrame(() =>
+                place().join() !== was.join() ? rest(place(), 1)
+                    : frames < {still} ? rest(was, frames + 1) : done(was));
+            rest([], 1); }})""")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

@@ -165,7 +165,7 @@ def plays_and_keeps_its_keys(notebook: Browser) -> None:
 def press(notebook: Browser, control: str) -> None:
     place = f"{EXPLORER}.querySelector('{control}')"
     notebook.until(f"({EXPLORER}.scrollIntoView(), {place}.getBoundingClientRect().width)")
-    notebook.click(place)
+    notebook.click(place, still=30)  # the cells above it are measured when they come into sight
 
 
 def runs(notebook: Browser, control: str, *keys: str) -> None:
