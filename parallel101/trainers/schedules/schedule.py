@@ -352,7 +352,7 @@ def checked(schedule: Schedule) -> tuple[Places, dict[Action, list[Action]]]:
     for stage, i in product(range(max(placement) + 1), range(microbatches)):
         has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
         halves = has & {"I", "W"}
-        if "B" in has and halves:
+        if "F" in has and "B" in has and halves:
             raise ScheduleError(
                 f"the backward of microbatch {i} on stage {stage} appears twice: "
                 f"{stage}B{i} and {stage}{min(halves)}{i}"
@@ -365,15 +365,15 @@ def checked(schedule: Schedule) -> tuple[Places, dict[Action, list[Action]]]:
                 raise ScheduleError(f"{stage}{kind}{i} is missing: {why}")
     listed = lists_messages(where)
     needed_by = {part: needs(part, placement, where, listed) for part in where}
-    computed_first = sorted(where, key=lambda part: part.kind in COMMUNICATION)
-    for part in computed_first:
-        rank, position = where[part]
-        other_side = [partner(part)] if part.kind in COMMUNICATION else []
-        for before in (*needed_by[part], *other_side):
+    for part, (rank, position) in where.items():
+        for before in needed_by[part]:
             if before not in where:
                 raise ScheduleError(f"rank {rank}: {part} needs {before}, which is missing")
             if where[before][0] == rank and where[before][1] >= position:
                 raise ScheduleError(
                     f"rank {rank}: {part} comes too early: it needs {before}, which comes later"
                 )
+    for part, (rank, _) in where.items():
+        if part.kind in COMMUNICATION and partner(part) not in where:
+            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
     return where, needed_by
