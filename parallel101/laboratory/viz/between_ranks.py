@@ -19,7 +19,7 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_bytes, human_seconds, listed
 from parallel101.laboratory.viz.grid import MOST_CELLS, Grid
 from parallel101.laboratory.viz.rows import trace_facts
-from parallel101.laboratory.viz.scene import Node, Scene, check_ranks
+from parallel101.laboratory.viz.scene import Scene, check_ranks
 
 # the squares: their top, their largest width, the x of their centres
 TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)
@@ -58,7 +58,21 @@ def between_ranks_scene(
     for k, (square, middle) in enumerate(zip(squares, MIDDLES)):
         # on phones one below the other
         panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")
-        _draw(panel, square, middle, cell, min(cell, 44.0))
+        left, gap = middle - n * cell / 2, 2.0 if n <= MOST_CELLS else 0.0
+        panel.write(square.title, left, TOP - 34, 14, "b")
+        grid = Grid(left, TOP, cell, min(cell, 44.0), range(n), n, gap)
+        grid.names(panel, square.corner)
+        grid.ground(panel)
+        most = max((value for row in square.values for value in row), default=0.0) or 1.0
+        for row, values in enumerate(square.values):
+            for column, value in enumerate(values):
+                if value > 0:
+                    # in between, neither text could be read in both themes
+                    share, dark = value / most, value > 0.8 * most
+                    opacity = 0.5 + 0.45 * share if dark else 0.12 + 0.5 * share
+                    text = square.text(value)
+                    drawn = grid.value(panel, row, column, text, opacity, dark)
+                    drawn.add("title", f"{row}, {column}: {text}")
     return scene
 
 
@@ -86,10 +100,8 @@ def traffic_scene(
 
 def _traffic_text(trace: Trace, sent: Traffic, within: str | None) -> str:
     """Return a text that says to how many others the ranks send, and how much."""
-    others = collectives_of_torch(trace)
-    missing = (
-        f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
-    )
+    others = listed(named) if (named := collectives_of_torch(trace)) else ""
+    missing = f" The messages inside torch's own {others} are not recorded." * bool(others)
     of = "" if within is None else f' Only the last span "{within}" of each rank is counted.'
     if not any(map(any, sent.messages)):
         return f"No rank sends a message.{of}{missing}"
@@ -115,25 +127,6 @@ def collectives_of_torch(trace: Trace) -> list[str]:
     They are one event for each rank.
     """
     return sorted({e.kind for e in trace.events} - P2P - {"span"})
-
-
-def _draw(panel: Node, square: Square, middle: float, width: float, height: float) -> None:
-    n = len(square.values)
-    left, gap = middle - n * width / 2, 2.0 if n <= MOST_CELLS else 0.0
-    panel.write(square.title, left, TOP - 34, 14, "b")
-    grid = Grid(left, TOP, width, height, range(n), n, gap)
-    grid.names(panel, square.corner)
-    grid.ground(panel)
-    most = max((value for row in square.values for value in row), default=0.0) or 1.0
-    for row, values in enumerate(square.values):
-        for column, value in enumerate(values):
-            if value > 0:
-                # in between, neither text could be read in both themes
-                share, dark = value / most, value > 0.8 * most
-                opacity = 0.5 + 0.45 * share if dark else 0.12 + 0.5 * share
-                text = square.text(value)
-                cell = grid.value(panel, row, column, text, opacity, dark)
-                cell.add("title", f"{row}, {column}: {text}")
 
 
 def _largest(square: Square) -> str:

@@ -227,9 +227,8 @@ class Captions:
         them, then = "them" if plural else "it", ""
         if modes == {True}:
             alone = ring or everyone or len(receivers) == 1
-            then = (
-                f", which adds {them} to its own" if alone else f", which add {them} to their own"
-            )
+            add, own = ("adds", "its") if alone else ("add", "their")
+            then = f", which {add} {them} to {own} own"
         elif len(modes) > 1:
             then = ", where some of it is added and the rest is stored"
         elif ring:
@@ -371,11 +370,8 @@ def contents_of(replay: Replay, indices: list[int], senders: bool) -> tuple[str,
         return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
     plural, their = senders or most > 1, "their" if senders else "its"
     own = all(sum(x.carried) == 1 == x.carried[src] for src, x in carried)
-    fresh = (
-        len(indices) > 1
-        and own
-        and all(replay.chunks[x.chunk].stripes == (src,) for src, x in carried)
-    )
+    fresh = all(replay.chunks[x.chunk].stripes == (src,) for src, x in carried)
+    fresh = fresh and own and len(indices) > 1
     sums = any(x.added for _, x in carried)
     finished = all(x.carried[r] == 1 for _, x in carried for r in replay.chunks[x.chunk].stripes)
     alike = not senders and len({len(replay.landings[i]) for i in indices}) == 1

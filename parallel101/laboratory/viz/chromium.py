@@ -11,7 +11,6 @@ only here: scenes as SVG and HTML need neither.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
 import os
@@ -87,15 +86,10 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):
-            self.call("Browser.close")
         self.socket.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.drain.join(10)
+        os.killpg(self.process.pid, signal.SIGKILL)  # all that it keeps is in its profile
+        self.process.wait()
+        self.drain.join(10)  # until its last child has ended
         self.log.close()
         shutil.rmtree(self.profile, ignore_errors=True)
 

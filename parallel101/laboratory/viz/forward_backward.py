@@ -57,10 +57,8 @@ def forward_backward_scene(
 
 
 def _replay(run: Any, word: str) -> Replay:
-    replay = (
-        None if run.trace is None else replay_of(run.trace, run.results, None, run.watched, False)
-    )
-    if replay is None or not replay.messages or not replay.known:
+    replay = run.trace and replay_of(run.trace, run.results, watched=run.watched)
+    if not replay or not replay.messages or not replay.known:
         raise ValueError(
             f"the {word} run has no messages whose values carry their origin: record it with "
             "parallel101.watch"
@@ -80,9 +78,15 @@ def _half(
     draw_matrix(drawing, timing, captions.legend)
     for i, panel in enumerate(drawing.children):
         panel.attributes = {"transform": GRAPH if i < graph else CELLS}
-    _captions(drawing, name, timing, captions)
-    for step in range(replay.steps):
-        label = f"{word}, step {step + 1} of {replay.steps}: {captions.step(step)}"
+    drawing.write(name, 28, 14, 16, "b")
+    starts = [0.0, *map(timing.start, range(replay.steps)), timing.reveal]
+    steps = [captions.step(step) for step in range(replay.steps)]
+    texts = [captions.intro, *steps, captions.verdict.sentence()]
+    for text, *span in zip(texts, starts, [*starts[1:], timing.duration + 1], strict=True):
+        lines = in_two_lines(text) if len(text) > 58 else [text]
+        drawing.add("g").show((span[0], span[1])).lines(lines, 28, 36, 17, 13, "m")
+    for step, text in enumerate(steps):
+        label = f"{word}, step {step + 1} of {replay.steps}: {text}"
         stop = end if step == replay.steps - 1 else begin + timing.end(step)
         scene.stops.append(Stop(begin + timing.start(step), stop, label))
     for node in drawing.children:
@@ -90,20 +94,8 @@ def _half(
     scene.description += f"{name}. "
     scene.definitions += [text for text in drawing.definitions if text not in scene.definitions]
     scene.style = drawing.style  # the same for both halves
-    scene.panel(narrow=narrow).add(
-        "g", transform=f"translate({x},{TOP})"
-    ).children += drawing.children
-
-
-def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> None:
-    """Draw the name of the run, and below it what happens in each step."""
-    drawing.write(name, 28, 14, 16, "b")
-    starts = [0.0, *map(timing.start, range(timing.steps)), timing.reveal]
-    texts = [captions.intro, *map(captions.step, range(timing.steps)), captions.verdict.sentence()]
-    for text, *span in zip(texts, starts, [*starts[1:], timing.duration + 1], strict=True):
-        group = drawing.add("g").show((span[0], span[1]))
-        lines = in_two_lines(text) if len(text) > 58 else [text]
-        group.lines(lines, 28, 36, 17, 13, "m")
+    half = scene.panel(narrow=narrow).add("g", transform=f"translate({x},{TOP})")
+    half.children += drawing.children
 
 
 def _shift(node: Node, begin: float, duration: float) -> None:

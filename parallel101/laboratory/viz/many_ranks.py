@@ -39,7 +39,27 @@ def draw_many_ranks(scene: Scene, timing: Timing, phases: list[str]) -> None:
         count, *more = step_facts(replay, step)
         group.write(count, CENTRE[0], 362, 14, "c")
         group.lines(more, CENTRE[0], 382, 20, 14, "m c")
-    _matrix(scene, replay, timing)
+    # a row for each sender and a column for each receiver; the messages of a step are one path
+    panel, n = scene.panel(narrow="translate(-408,352) scale(.94)"), len(replay.ranks)
+    place = {rank: i for i, rank in enumerate(replay.ranks)}
+    width, height = WIDTH / n, HEIGHT / n
+    grid = Grid(LEFT, TOP, width, height, replay.ranks, n, gap=0.0)
+    grid.ground(panel)
+    grid.names(panel, "from \\ to")
+
+    def cells(pairs: set[tuple[int, int]]) -> str:
+        corners = (grid.inside(place[src], place[dst])[:2] for src, dst in sorted(pairs))
+        return "".join(box(*corner, max(width, 3.0), max(height, 3.0)) for corner in corners)
+
+    past, now, seen = panel.add("g"), panel.add("g"), set[tuple[int, int]]()
+    for step in range(replay.steps):
+        pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
+        if fresh := pairs - seen:
+            past.path(cells(fresh), "before").show((timing.arrival(step), timing.duration + 1))
+        now.path(cells(pairs), "present").show((timing.start(step), timing.start(step + 1)))
+        seen |= pairs
+    note = "Dark: the messages of this step. Light: of the steps before."
+    panel.write(note, LEFT + WIDTH / 2, TOP + HEIGHT + 20, 12, "m c")
 
 
 def step_facts(replay: Replay, step: int) -> list[str]:
@@ -61,33 +81,6 @@ def step_facts(replay: Replay, step: int) -> list[str]:
     senders = len({m.src for m in messages})
     who = "all ranks send" if senders == n else f"{senders} of {n} ranks send{'s' * (senders == 1)}"
     return [f"{len(messages)} message{'s' * (len(messages) != 1)} of {size}", far, who]
-
-
-def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
-    """Draw a row for each sender and a column for each receiver.
-
-    The messages of a step are one path.
-    """
-    panel, n = scene.panel(narrow="translate(-408,352) scale(.94)"), len(replay.ranks)
-    place = {rank: i for i, rank in enumerate(replay.ranks)}
-    width, height = WIDTH / n, HEIGHT / n
-    grid = Grid(LEFT, TOP, width, height, replay.ranks, n, gap=0.0)
-    grid.ground(panel)
-    grid.names(panel, "from \\ to")
-
-    def cells(pairs: set[tuple[int, int]]) -> str:
-        corners = (grid.inside(place[src], place[dst])[:2] for src, dst in sorted(pairs))
-        return "".join(box(*corner, max(width, 3.0), max(height, 3.0)) for corner in corners)
-
-    past, now, seen = panel.add("g"), panel.add("g"), set[tuple[int, int]]()
-    for step in range(replay.steps):
-        pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
-        if fresh := pairs - seen:
-            past.path(cells(fresh), "before").show((timing.arrival(step), timing.duration + 1))
-        now.path(cells(pairs), "present").show((timing.start(step), timing.start(step + 1)))
-        seen |= pairs
-    note = "Dark: the messages of this step. Light: of the steps before."
-    panel.write(note, LEFT + WIDTH / 2, TOP + HEIGHT + 20, 12, "m c")
 
 
 def sending_over_time(replay: Replay, begin: float, span: float) -> list[float]:

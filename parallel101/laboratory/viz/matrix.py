@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from parallel101.laboratory.analysis.chunks import Counts
 from parallel101.laboratory.analysis.replay import START, Replay
@@ -95,15 +96,11 @@ def filled(grid: Grid, replay: Replay, cell: Cell, counts: Counts, apart: bool =
     """
     stripes, path = replay.chunks[cell[1]].stripes, ""
     rim = 1.2 if apart and grid.inside(*cell)[2] > 3 * len(stripes) else 0.0
-    k = 0
-    while k < len(stripes):
-        end = k
-        while end < len(stripes) and counts[stripes[end]] and not (rim and end > k):
-            end += 1
-        if end > k:
+    alike = groupby(range(len(stripes)), lambda k: (bool(counts[stripes[k]]), k * bool(rim)))
+    for (held, _), (k, *more) in alike:
+        if held:
             x, y, width, height = grid.stripe(*cell, k, len(stripes))
-            path += box(x + rim / 2, y, (end - k) * width - rim, height)
-        k = max(end, k + 1)
+            path += box(x + rim / 2, y, (1 + len(more)) * width - rim, height)
     return path
 
 

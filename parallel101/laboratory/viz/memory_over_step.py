@@ -18,7 +18,7 @@ from parallel101.laboratory.analysis.held_over_time import (
 )
 from parallel101.laboratory.record.units import decimal_bytes
 from parallel101.laboratory.viz.rows import TimeRows
-from parallel101.laboratory.viz.scene import PHONE, Node, Scene
+from parallel101.laboratory.viz.scene import PHONE, Scene
 
 LEFT, RIGHT, TOP = 92.0, 928.0, 104.0
 TALL, LEAST, BELOW = 104.0, 30.0, 50.0  # of a rank's picture, and of what is written below it
@@ -60,6 +60,7 @@ def activations_scene(
         raise ValueError(f"{len(activations)} ranks: expected 1 to {MOST_RANKS} to draw")
     ranks = {name: held_over_time(of) for name, of in activations.items()}
     most = max(1, *(of.peak[1] for of in ranks.values()))
+    scale = TALL / most
     heights = [max(LEAST, TALL * of.peak[1] / most) for of in ranks.values()]
     words = "The bytes that autograd keeps for the backward pass."
     scene = Scene(960, round(TOP + sum(heights) + len(ranks) * BELOW), title, words)
@@ -75,39 +76,30 @@ def activations_scene(
         base += BELOW + height
         names.write(name, LEFT - 10, base - 4, 12.5, "m e")
         names.write(_peak_in_words(of), LEFT, base + 34, 12.5)
-        _plot(rows, plots, letters, of, base, TALL / most)
+        # the layers, the first microbatch at the bottom
+        edges = [f"{rows.x(place):.1f}" for place in of.places] + [f"{RIGHT:g}"]
+        layers, highs = [], [0] * len(of.places)
+        for microbatch, layer in of.layers.items():
+            highs = [low + own for low, own in zip(highs, layer)]
+            steps = zip(highs, edges[1:])
+            path = "".join(f"V{base - high * scale:.1f}H{end}" for high, end in steps)
+            layers.append((microbatch, layer, f"M{edges[0]} {base:g}{path}V{base:g}z"))
+        for microbatch, layer, path in reversed(layers):  # each covers a part of the one before
+            what = "activations" if microbatch is None else f"microbatch {microbatch}"
+            area = plots.path(path, _colour(microbatch))
+            area.add("title", f"{what}: at most {decimal_bytes(max(layer))}")
+        place, peak, _ = of.peak
+        y = base - peak * scale
+        plots.path(f"M{LEFT:g} {y:.1f}H{RIGHT:g}M{rows.x(place):.1f} {y:.1f}V{base:g}", "peak")
+        plots.path(f"M{LEFT:g} {base:g}H{RIGHT:g}", "slot")
+        for phase, start, end in of.phases:
+            left, wide = rows.x(start), rows.x(end) - rows.x(start)
+            plots.path(f"M{left:.1f} {base:g}v5", "slot")
+            number = "" if phase.microbatch is None else phase.microbatch
+            text = f"{LETTERS.get(phase.name, '')}{number}"
+            if 8 * len(text) < wide:
+                letters.write(text, left + wide / 2, base + 15, 11, "m c")
     return scene
-
-
-def _plot(
-    rows: TimeRows, plots: Node, letters: Node, of: HeldOverTime, base: float, scale: float
-) -> None:
-    """Draw the layers of one rank, the first microbatch at the bottom, and a line at the peak.
-
-    Below is a mark where a forward or backward begins, with its letter and microbatch.
-    """
-    edges = [f"{rows.x(place):.1f}" for place in of.places] + [f"{RIGHT:g}"]
-    layers, heights = [], [0] * len(of.places)
-    for microbatch, layer in of.layers.items():
-        heights = [low + own for low, own in zip(heights, layer)]
-        steps = zip(heights, edges[1:])
-        path = "".join(f"V{base - high * scale:.1f}H{end}" for high, end in steps)
-        layers.append((microbatch, layer, f"M{edges[0]} {base:g}{path}V{base:g}z"))
-    for microbatch, layer, path in reversed(layers):  # each covers the lower part of the one before
-        what = "activations" if microbatch is None else f"microbatch {microbatch}"
-        area = plots.path(path, _colour(microbatch))
-        area.add("title", f"{what}: at most {decimal_bytes(max(layer))}")
-    place, most, _ = of.peak
-    y = base - most * scale
-    plots.path(f"M{LEFT:g} {y:.1f}H{RIGHT:g}M{rows.x(place):.1f} {y:.1f}V{base:g}", "peak")
-    plots.path(f"M{LEFT:g} {base:g}H{RIGHT:g}", "slot")
-    for phase, start, end in of.phases:
-        left, wide = rows.x(start), rows.x(end) - rows.x(start)
-        plots.path(f"M{left:.1f} {base:g}v5", "slot")
-        number = "" if phase.microbatch is None else phase.microbatch
-        text = f"{LETTERS.get(phase.name, '')}{number}"
-        if 8 * len(text) < wide:
-            letters.write(text, left + wide / 2, base + 15, 11, "m c")
 
 
 def _peak_in_words(of: HeldOverTime) -> str:

@@ -58,11 +58,8 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable
 
 def heading(trace: Trace) -> str:
     """Return the run in one line: how many ranks, where, and how long."""
-    clock = (
-        " of virtual time, in which only communication and p101.compute take time"
-        if trace.backend == "sim"
-        else ""
-    )
+    clock = " of virtual time, in which only communication and p101.compute take time"
+    clock *= trace.backend == "sim"
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
     begin, end = run_times(trace)
     started = min((mark.start for mark in script_marks(trace)), default=begin)

@@ -132,7 +132,25 @@ def _scene(
     scene.style += PATH_STYLE * bool(path)
     colours = span_colours(e for e in events if e.kind == "span" and not e.waiting)
     right = BESIDE if overlap else END
-    _head(scene, trace, events, colours, path, overlap, "" if head else human_seconds(longest))
+    entries = legend_entries(events, colours)
+    below = "messages and collectives below" if colours else "Messages and collectives"
+    parts = ["Compute on top"] * bool(colours) + [below] * any(e.kind != "span" for e in events)
+    if overlap:
+        entries, sentence = list(dict.fromkeys([*entries, ("wait", "idle")])), SENTENCE
+        scene.write("overlap", END, 89, 12, "m e")
+    elif path:
+        sentence = f"On the critical path: {path}."
+        scene.path("M28.0 85h14", "path")
+        scene.write("critical path", 48.0, 89, 12.5, "m")
+    elif entries:
+        sentence = ", ".join(parts) + ". Hover over a bar for details."
+    else:
+        sentence = unfinished_text(trace) or "Nothing was recorded."
+    took = f" · {human_seconds(longest)}" * (not head)
+    scene.head(trace_facts(trace) + took, sentence)
+    scene.legend(entries, x=28.0 + (38 + 7 * len("critical path")) * bool(path))
+    if not overlap:
+        scene.write(_counts(trace, events), END, 64, 13, "m e")
     ground = scene.add("g")
     drawn = scene.add("g", class_="dim") if path else scene
     for i, window in enumerate(windows):
@@ -170,41 +188,15 @@ def _scene(
     return scene
 
 
-def _head(
-    scene: Scene,
-    trace: Trace,
-    events: Sequence[Event],
-    colours: dict[str, int],
-    path: CriticalPath | None,
-    overlap: bool,
-    took: str,
-) -> None:
-    """Draw the title, how much was sent, and the legend."""
-    entries = legend_entries(events, colours)
-    below = "messages and collectives below" if colours else "Messages and collectives"
-    parts = ["Compute on top"] * bool(colours) + [below] * any(e.kind != "span" for e in events)
-    if overlap:
-        entries, sentence = list(dict.fromkeys([*entries, ("wait", "idle")])), SENTENCE
-        scene.write("overlap", END, 89, 12, "m e")
-    elif path:
-        sentence = f"On the critical path: {path}."
-        scene.path("M28.0 85h14", "path")
-        scene.write("critical path", 48.0, 89, 12.5, "m")
-    elif entries:
-        sentence = ", ".join(parts) + ". Hover over a bar for details."
-    else:
-        sentence = unfinished_text(trace) or "Nothing was recorded."
-    scene.head(" · ".join(filter(None, [trace_facts(trace), took])), sentence)
-    scene.legend(entries, x=28.0 + (38 + 7 * len("critical path")) * bool(path))
-    if overlap:
-        return
+def _counts(trace: Trace, events: Sequence[Event]) -> str:
+    """Return how many messages, collective calls and unfinished calls there are."""
     sends = [e.nbytes for e in events if e.kind == "send"]
     calls = sum(e.kind not in {*P2P, "span"} for e in events)
     messages = f"{len(sends)} message{'s' * (len(sends) != 1)}, {human_bytes(sum(sends))}"
     counts = [messages] * bool(sends)
     counts += [f"{calls} collective call{'s' * (calls != 1)}"] * bool(calls)
     counts += [f"{len(trace.unfinished)} unfinished"] * bool(trace.unfinished)
-    scene.write(" · ".join(counts), END, 64, 13, "m e")
+    return " · ".join(counts)
 
 
 def window_text(window: TimeWindow, ranks: int) -> str:
