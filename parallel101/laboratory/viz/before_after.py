@@ -71,7 +71,12 @@ def before_after_scene(
         )
     captions = Captions(replay)
     text, wrong = matrix_sentence(captions, given, returned), bool(captions.verdict.faults)
-    notes = _notes(replay, given, wrong)
+    numbered = any(len(chunk.stripes) > 1 for chunk in replay.chunks)
+    notes = ["A letter is a part of the data" + ", a number the rank it came from" * numbered + "."]
+    notes += ["Stripes are the ranks whose data is summed."] * replay.sums
+    notes += ["Red: what a sum lacks, or contains twice."] * (replay.sums and wrong)
+    unused = any(block.chunk is None for row in given for block in row)
+    notes += ["Dashed: values that are not used."] * unused
     width, height = min(64.0, WIDTH / most), min(44.0, 300.0 / n)
     high = n * height
     scene = Scene(960, math.ceil(TOP + high + 26 + 18 * len(notes)), title or captions.title, text)
@@ -136,16 +141,6 @@ def before_after_scene(
         if _summed(replay, block):
             _marks(sums, new, replay, block, cell)
     return scene
-
-
-def _notes(replay: Replay, given: list[list[ChunkPart]], wrong: bool) -> list[str]:
-    """Return the sentences below the matrices, which say what the signs mean."""
-    numbered = any(len(chunk.stripes) > 1 for chunk in replay.chunks)
-    notes = ["A letter is a part of the data" + ", a number the rank it came from" * numbered + "."]
-    notes += ["Stripes are the ranks whose data is summed."] * replay.sums
-    notes += ["Red: what a sum lacks, or contains twice."] * (replay.sums and wrong)
-    unused = any(block.chunk is None for row in given for block in row)
-    return notes + ["Dashed: values that are not used."] * unused
 
 
 def _frame(panel: Node, grid: Grid, replay: Replay, name: str, rows: list[list[ChunkPart]]) -> None:

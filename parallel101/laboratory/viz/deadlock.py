@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.viz.diagram import circle, draw_rank
-from parallel101.laboratory.viz.scene import Node, Point, Scene, check_ranks
+from parallel101.laboratory.viz.scene import Point, Scene, check_ranks
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
 STYLE = (
@@ -93,7 +93,23 @@ def deadlock_scene(
         draw_rank(graph, rank, (x, y), node, f"node {kind}")
         if kind == "gone" and len(returned) <= 4:
             graph.write("returned", x, y + (node + 16 if y > middle + 1 else -node - 8), 12, "m c")
-    _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, middle)
+    # the call in which each rank waits, and its line of source, also that of a notebook's cell
+    panel, calls = scene.panel(narrow=f"translate(-402,{below})"), sorted(waiting.items())
+    shown = calls if len(calls) <= MOST_ROWS else calls[: MOST_ROWS - 1]
+    y = middle - 22.0 * len(shown) + 18
+    for rank, (kind, peers, where) in shown:
+        link = {"send": "to", "recv": "from"}.get(kind, "for")
+        whom = ranks_text(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
+        panel.write(f"rank {rank}", 430, y, 14, "b")
+        panel.write(f"waits in {kind} {link} {whom}", 496, y, 14)
+        panel.write(_line(where), 496, y + 18, 12.5, "m code")
+        y += 44
+    if len(shown) < len(calls):
+        panel.write(f"and {len(calls) - len(shown)} more", 496, y, 14, "m")
+        y += 44
+    for text, code in _note_lines(notes):
+        panel.write(text, 430, y, 12.5 if code else 13, "m code" if code else "m")
+        y += 18
     return scene
 
 
@@ -113,29 +129,6 @@ def _bow(a: Point, b: Point, node: float) -> str:
     part = (node + 2) / math.hypot(x - a[0], y - a[1])
     (x0, y0), (x1, y1) = ((p + part * (x - p), q + part * (y - q)) for p, q in (a, b))
     return f"M{x0:.1f} {y0:.1f}Q{x:.1f} {y:.1f} {x1:.1f} {y1:.1f}"
-
-
-def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> None:
-    """Draw the call in which each rank waits, with its line of source if Python can find it.
-
-    Python also finds the lines of a notebook's cells.
-    """
-    rows = sorted(waiting.items())
-    shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
-    y = middle - 22.0 * len(shown) + 18
-    for rank, (kind, peers, where) in shown:
-        link = {"send": "to", "recv": "from"}.get(kind, "for")
-        whom = ranks_text(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
-        panel.write(f"rank {rank}", 430, y, 14, "b")
-        panel.write(f"waits in {kind} {link} {whom}", 496, y, 14)
-        panel.write(_line(where), 496, y + 18, 12.5, "m code")
-        y += 44
-    if len(shown) < len(rows):
-        panel.write(f"and {len(rows) - len(shown)} more", 496, y, 14, "m")
-        y += 44
-    for text, code in _note_lines(notes):
-        panel.write(text, 430, y, 12.5 if code else 13, "m code" if code else "m")
-        y += 18
 
 
 def _note_lines(notes: Notes) -> list[tuple[str, bool]]:

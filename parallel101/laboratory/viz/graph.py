@@ -139,7 +139,16 @@ def _messages(panel: Node, diagram: Diagram, timing: Timing) -> None:
         pairs = {(m.src, m.dst) for m in messages.values()}
         for rank in sorted({dst for _, dst in pairs}):
             own = [i for i, m in messages.items() if replay.known and m.dst == rank]
-            _flash(flashes, diagram, rank, [x for i in own for x in replay.landings[i]])
+            landings = [x for i in own for x in replay.landings[i]]
+            arrived = [f"z s{x.chunk % 8}" for x in landings if any(x.carried)] or ["zz"]
+            (x, y), r = diagram.at[rank], diagram.node
+            flashes.add("circle", cx=x, cy=y, r=r, class_=arrived[0])
+            if any(landing.added for landing in landings):
+                x, y, small = x + 0.71 * r, y - 0.71 * r, max(5.0, 0.36 * r)
+                flashes.add("circle", cx=x, cy=y, r=small, class_="badge")
+                arm = small * 0.55
+                plus = f"M{x - arm:.1f} {y:.1f}h{2 * arm:.1f}M{x:.1f} {y - arm:.1f}v{2 * arm:.1f}"
+                flashes.path(plus, "plus")
         for i, m in messages.items():
             points = flight(diagram, m.src, m.dst, (m.dst, m.src) in pairs, largest)
             (leaves, arrives), last = timing.flight(i), len(points) - 1
@@ -157,13 +166,18 @@ def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -
     points = _path(diagram, src, dst)
     order, large = diagram.topology.order, sum(tile) / 2
     n, far = len(order), abs(order.index(src) - order.index(dst))
-    if diagram.topology.kind != "circle" or n <= 3 or far in (1, n - 1):
-        # both directions at once: each keeps to its right
-        return _aside(points, tile) if both_ways else points
     (x0, y0), (x1, y1) = points[0], points[-1]
+    length = math.hypot(x1 - x0, y1 - y0) or 1.0
+    if diagram.topology.kind != "circle" or n <= 3 or far in (1, n - 1):
+        if both_ways:  # each keeps to its right, so that the tiles pass each other
+            across, down = abs(y1 - y0) / length, abs(x1 - x0) / length
+            shift = min(tile[0] / max(across, 0.01), tile[1] / max(down, 0.01)) / 2 + 2
+            dx, dy = (y1 - y0) / length * shift, (x1 - x0) / length * shift
+            points = [(x - dx, y + dy) for x, y in points]
+        return points
     # the middle of the way, seen from the centre
     mx, my = (x0 + x1) / 2 - ASIDE[0], (y0 + y1) / 2 - ASIDE[1]
-    near, length = math.hypot(mx, my), math.hypot(x1 - x0, y1 - y0)
+    near = math.hypot(mx, my)
     clear = max(n * (large + 4) / (2 * math.pi), 1.2 * large)
     # the furthest from the centre that hides no rank
     rim = math.dist(diagram.at[src], ASIDE) - diagram.node - large / 2 - 2
@@ -186,29 +200,6 @@ def _curve(start: Point, control: Point, end: Point) -> list[Point]:
     weights = [((1 - u) ** 2, 2 * u * (1 - u), u * u) for u in (k / 24 for k in range(25))]
     (x0, y0), (mx, my), (x1, y1) = start, control, end
     return [(a * x0 + b * mx + c * x1, a * y0 + b * my + c * y1) for a, b, c in weights]
-
-
-def _aside(points: list[Point], tile: Point) -> list[Point]:
-    """Return a way, moved to its right, so that tiles in both directions pass each other."""
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    length = math.hypot(x1 - x0, y1 - y0) or 1.0
-    across, down = abs(y1 - y0) / length, abs(x1 - x0) / length
-    shift = min(tile[0] / max(across, 0.01), tile[1] / max(down, 0.01)) / 2 + 2
-    return [(x - (y1 - y0) / length * shift, y + (x1 - x0) / length * shift) for x, y in points]
-
-
-def _flash(parent: Node, diagram: Diagram, rank: int, landings: list) -> None:
-    x, y = diagram.at[rank]
-    r = diagram.node
-    arrived = [landing for landing in landings if any(landing.carried)]
-    parent.add("circle", cx=x, cy=y, r=r, class_=f"z s{arrived[0].chunk % 8}" if arrived else "zz")
-    if any(landing.added for landing in landings):
-        bx, by, small = x + 0.71 * r, y - 0.71 * r, max(5.0, 0.36 * r)
-        parent.add("circle", cx=bx, cy=by, r=small, class_="badge")
-        arm = small * 0.55
-        parent.path(
-            f"M{bx - arm:.1f} {by:.1f}h{2 * arm:.1f}M{bx:.1f} {by - arm:.1f}v{2 * arm:.1f}", "plus"
-        )
 
 
 def two_way_arcs(diagram: Diagram) -> bool:
@@ -252,8 +243,7 @@ def draw_tile(parent: Node, replay: Replay, index: int, side: float) -> tuple[No
             tile.rect(*place, f"f{colour} {rim}", rx=0.21 * min(wide, high))
             letter = replay.chunks[landing.chunk].label
             tile.label(letter, place, f"b o{colour}", 0.57 * high, 0)
-        return tile, (width, height)
-    if landings:
+    elif landings:
         text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
         if "–" not in text:
             text = f"{len(landings)}{' chunks' * (side > LEGIBLE)}"
@@ -264,14 +254,14 @@ def draw_tile(parent: Node, replay: Replay, index: int, side: float) -> tuple[No
             left = -width / 2 + 4 + k * each
             tile.rect(left, height * 0.2, each, height * 0.18, f"f{landing.chunk % 8}")
         tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")
-        return tile, (width, height)
-    nbytes, each = replay.messages[index].nbytes, 0.31 * side
-    text = human_bytes(nbytes) if not replay.known or not nbytes else "–"
-    crowded = replay.topology.kind == "circle" and each * len(text) + 10 >= 1.7 * side
-    text = text if side > LEGIBLE and not crowded else ""
-    width, height = max(side, each * len(text) + 10), 0.72 * side
-    place = -width / 2, -height / 2, width, height
-    tile.rect(*place, "k plain", rx=5)
-    if text:
-        tile.label(text, place, "b on", 0.65 * height, 0)
+    else:
+        nbytes, each = replay.messages[index].nbytes, 0.31 * side
+        text = human_bytes(nbytes) if not replay.known or not nbytes else "–"
+        crowded = replay.topology.kind == "circle" and each * len(text) + 10 >= 1.7 * side
+        text = text if side > LEGIBLE and not crowded else ""
+        width, height = max(side, each * len(text) + 10), 0.72 * side
+        place = -width / 2, -height / 2, width, height
+        tile.rect(*place, "k plain", rx=5)
+        if text:
+            tile.label(text, place, "b on", 0.65 * height, 0)
     return tile, (width, height)

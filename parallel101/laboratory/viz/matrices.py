@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from parallel101.laboratory.viz.grid import part_of, side
 from parallel101.laboratory.viz.palette import CHUNK
-from parallel101.laboratory.viz.scene import Node, Scene
+from parallel101.laboratory.viz.scene import Node, Scene, check_drawn
 
 # the first row of cells, cells in a row, and the width of a cell
 TOP, ACROSS, CELL = 96.0, 4, 226.0
@@ -100,10 +100,7 @@ def matrices_scene(
     """
     collectives = SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES
     found = list(matrices_of(entries, styles or {}, axis, collectives))
-    if not 0 < len(found) <= MOST:
-        raise ValueError(
-            f"the layout has {len(found)} different matrices: expected 1 to {MOST} to draw"
-        )
+    check_drawn(len(found), MOST, f"the layout has {len(found)} different matrices")
     longest = max(max(m.rows, m.columns) for m in found)
     sides = {n: side(n, longest, LONG, SHORT) for m in found for n in (m.rows, m.columns)}
     grid = [found[i : i + ACROSS] for i in range(0, len(found), ACROSS)]

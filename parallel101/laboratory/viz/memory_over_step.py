@@ -18,7 +18,7 @@ from parallel101.laboratory.analysis.held_over_time import (
 )
 from parallel101.laboratory.record.units import decimal_bytes
 from parallel101.laboratory.viz.rows import TimeRows
-from parallel101.laboratory.viz.scene import PHONE, Scene
+from parallel101.laboratory.viz.scene import PHONE, Scene, check_drawn
 
 LEFT, RIGHT, TOP = 92.0, 928.0, 104.0
 TALL, LEAST, BELOW = 104.0, 30.0, 50.0  # of a rank's picture, and of what is written below it
@@ -56,8 +56,7 @@ def activations_scene(
         activations = {"": activations}
     elif not isinstance(activations, Mapping):
         activations = {f"rank {rank}": of for rank, of in enumerate(activations)}
-    if not 0 < len(activations) <= MOST_RANKS:
-        raise ValueError(f"{len(activations)} ranks: expected 1 to {MOST_RANKS} to draw")
+    check_drawn(len(activations), MOST_RANKS, f"{len(activations)} ranks")
     ranks = {name: held_over_time(of) for name, of in activations.items()}
     most = max(1, *(of.peak[1] for of in ranks.values()))
     scale = TALL / most

@@ -21,7 +21,7 @@ from itertools import cycle
 from typing import Protocol
 
 from parallel101.laboratory.record.units import decimal_bytes
-from parallel101.laboratory.viz.scene import END, PHONE, Scene
+from parallel101.laboratory.viz.scene import END, PHONE, Scene, check_drawn
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
@@ -71,11 +71,8 @@ def memory_scene(
     """
     panels = holdings if isinstance(holdings, Mapping) else {"": holdings}
     rows = sum(len(of.ranks) for of in panels.values())
-    if not 0 < rows <= MOST_ROWS:
-        raise ValueError(
-            f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} rows to "
-            "draw"
-        )
+    words = f"{len(panels)} trainers have {rows} ranks together"
+    check_drawn(rows, MOST_ROWS, words, " rows")
     kinds = dict.fromkeys(kind for of in panels.values() for kind in of.bytes)
     most = {k: max(max(of.bytes.get(k) or [0]) for of in panels.values()) for k in kinds}
     most = {k: most[k] for k in sorted(most, key=lambda kind: kind.endswith(PEAK)) if most[k]}

@@ -81,27 +81,9 @@ def node_scene(chip: str | Chip = "H100") -> Scene:
         "net": ("Network", card, network),
     }
     widths = {kind: WIDE / node.bandwidth * rate for kind, (_, rate, _) in links.items()}
-    _links(scene.panel(narrow="translate(0,-24)"), node.size, widths)
-    panel, y = scene.panel(narrow=f"translate({28 - LEGEND:g},376)"), 112.0
-    for kind, (name, rate, text) in links.items():
-        panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=widths[kind])
-        panel.write(name, LEGEND + 42, y, 15, "b")
-        panel.write(per_second(rate), END, y, 15, "b e")
-        lines = textwrap.wrap(text, 34)
-        panel.lines(lines, LEGEND + 42, y + 20, 20, 14, "m")
-        y += 20 * len(lines) + 44
-    drawn = f"Rail i connects card i of {leaf.size} nodes. Two are drawn."
-    panel.lines(textwrap.wrap(drawn, 34), LEGEND + 42, y, 20, 14)
-    return scene
-
-
-def per_second(rate: float) -> str:
-    return f"{decimal_bytes(rate)}/s"
-
-
-def _links(panel: Node, gpus: int, widths: dict[str, float]) -> None:
-    """Draw the node, the switches of the rails, and the top of the next node."""
-    middles = [LEFT + COLUMN * i for i in range(gpus)]
+    # the node, the switches of the rails, and the top of the next node
+    panel = scene.panel(narrow="translate(0,-24)")
+    middles = [LEFT + COLUMN * i for i in range(node.size)]
     for title, top, bottom in (("node 0", 84.0, 324.0), ("node 1", 408.0, 472.0)):
         panel.rect(28, top, RIGHT - 28, bottom - top, "node", rx=8)
         panel.write(title, 38, top + 18, 14, "m")
@@ -118,10 +100,25 @@ def _links(panel: Node, gpus: int, widths: dict[str, float]) -> None:
     across = middles[-1] - middles[0] + BOX
     _box(panel, middles[0] - BOX / 2, SWITCH, across, "NVSwitch")
     _box(panel, 36, (PCIE - 34, PCIE + 34), 42, "CPUs")
+    rows = {"GPU": GPU, "card": CARD, "rail": RAIL}
     for i, x in enumerate(middles):
-        for row, name in ((GPU, f"GPU {i}"), (CARD, f"card {i}"), (RAIL, f"rail {i}")):
-            _box(panel, x - BOX / 2, row, BOX, name)
-        _box(panel, x - BOX / 2, NEXT, BOX, f"card {i}")
+        for name, row in (*rows.items(), ("card", NEXT)):
+            _box(panel, x - BOX / 2, row, BOX, f"{name} {i}")
+    panel, y = scene.panel(narrow=f"translate({28 - LEGEND:g},376)"), 112.0
+    for kind, (name, rate, text) in links.items():
+        panel.path(f"M{LEGEND} {y - 5}h30", f"link {kind}", stroke_width=widths[kind])
+        panel.write(name, LEGEND + 42, y, 15, "b")
+        panel.write(per_second(rate), END, y, 15, "b e")
+        lines = textwrap.wrap(text, 34)
+        panel.lines(lines, LEGEND + 42, y + 20, 20, 14, "m")
+        y += 20 * len(lines) + 44
+    drawn = f"Rail i connects card i of {leaf.size} nodes. Two are drawn."
+    panel.lines(textwrap.wrap(drawn, 34), LEGEND + 42, y, 20, 14)
+    return scene
+
+
+def per_second(rate: float) -> str:
+    return f"{decimal_bytes(rate)}/s"
 
 
 def _box(panel: Node, x: float, row: tuple[float, float], width: float, name: str) -> None:

@@ -25,7 +25,7 @@ from parallel101.laboratory.record.trace import Trace
 from parallel101.laboratory.record.units import human_seconds, round_step
 from parallel101.laboratory.viz.palette import CHUNK
 from parallel101.laboratory.viz.rows import LEFT, Bar, TimeRows
-from parallel101.laboratory.viz.scene import Scene, Stop
+from parallel101.laboratory.viz.scene import Scene, Stop, check_drawn
 
 RIGHT, TOP = 790.0, 108.0
 # where the squares for activations are; their number is at the right of them
@@ -92,11 +92,8 @@ def pipeline_scene(
     if seconds := any(times.recorded for times in drawn.values()):  # one time axis, so one unit
         drawn = {name: times._replace(recorded=True) for name, times in drawn.items()}
     count = sum(len(times.ranks) for times in drawn.values())
-    if not 0 < count <= MOST_ROWS:
-        raise ValueError(
-            f"{len(drawn)} pipelines have {count} ranks together: expected 1 to {MOST_ROWS} rows "
-            "to draw"
-        )
+    words = f"{len(drawn)} pipelines have {count} ranks together"
+    check_drawn(count, MOST_ROWS, words, " rows")
     row = 26.0 if count <= 24 else 20.0 if count <= 48 else 13.0
     longest = max(times.makespan for times in drawn.values())
     high = math.ceil(TOP + count * row + len(drawn) * (HEAD + BETWEEN) + 34)

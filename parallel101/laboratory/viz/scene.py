@@ -383,6 +383,12 @@ def check_ranks(ranks: int, most: int, instead: str = "use fewer") -> None:
         )
 
 
+def check_drawn(count: int, most: int, words: str, unit: str = "") -> None:
+    """Raise a ValueError unless there are 1 to `most` to draw. `words`: what there is."""
+    if not 0 < count <= most:
+        raise ValueError(f"{words}: expected 1 to {most}{unit} to draw")
+
+
 def in_two_lines(text: str) -> list[str]:
     """Cut a text at the space that is nearest to its middle."""
     spaces = [i for i, letter in enumerate(text) if letter == " "]
@@ -465,10 +471,10 @@ def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: 
         " ".join(number(float(x)) for x in v) if isinstance(v, tuple) else number(v)
         for _, v in frames
     )
-    splines = ";".join([".4 0 .6 1"] * (len(frames) - 1))
-    how = {"discrete": ' calcMode="discrete"', "linear": ""}.get(
-        mode, f' calcMode="spline" keySplines="{splines}"'
-    )
+    how = "" if mode == "linear" else f' calcMode="{mode}"'
+    if mode == "ease":
+        splines = ";".join([".4 0 .6 1"] * (len(frames) - 1))
+        how = f' calcMode="spline" keySplines="{splines}"'
     tag, target = "animate", name
     if name == "translate":
         tag, target = "animateTransform", 'transform" type="translate'

@@ -179,7 +179,11 @@ def run(own: Callable[[torch.Tensor], Any] | None, **settings: Any) -> ExplorerR
     of = SimpleNamespace(**WITHOUT_OPERATION | settings)
     numbers, each = of.numbers, 1  # each number that is sent stands for so many
     if of.size != NUMBERS:
-        numbers, each = blocks_of(of.operation, of.ranks, of.size)
+        blocks = 1 if of.operation in BLOCKS else of.ranks  # equal ones
+        in_block = max(1, round(SIZES[of.size] / 8 / blocks))
+        if in_block > 4 * BLOCK:  # not smaller, so that algorithms can cut it
+            in_block, each = BLOCK, round(in_block / BLOCK)
+        numbers = in_block * blocks
     segment = 8 * -(-numbers // of.segments) if of.algorithm == "pipelined_chain" else None
     cut = {"root": of.root, "segment_bytes": segment}
     function = own or program(of.operation, of.algorithm, module=autograd, **cut)
@@ -214,19 +218,6 @@ def run(own: Callable[[torch.Tensor], Any] | None, **settings: Any) -> ExplorerR
         queue = "Under NCCL's rules, a message also waits for those before it in its rank's queue."
         note = f"{queue} The closed form has none. {note}"
     return ExplorerResult(picture, compared, ("this run", "closed form"), note.strip(), counted)
-
-
-def blocks_of(operation: str, ranks: int, size: str) -> tuple[int, int]:
-    """Return how many numbers a rank's tensor has, and how many numbers each stands for.
-
-    Together they have about `size`. Each block has BLOCK numbers, or fewer if it is small, so that
-    algorithms can cut it.
-    """
-    blocks = 1 if operation in BLOCKS else ranks
-    in_block = max(1, round(SIZES[size] / 8 / blocks))
-    if in_block <= 4 * BLOCK:
-        return in_block * blocks, 1
-    return BLOCK * blocks, round(in_block / BLOCK)
 
 
 def shown(numbers: Mapping[str, float], what: str) -> str:
