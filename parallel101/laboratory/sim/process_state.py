@@ -257,14 +257,10 @@ def in_library(spec: ModuleSpec) -> bool:
     """
     if spec.origin in ("built-in", "frozen") or isinstance(spec.loader, ExtensionFileLoader):
         return True
-    paths = (
-        [spec.origin]
-        if spec.has_location and spec.origin
-        else list(spec.submodule_search_locations or ())
-    )
+    paths = [spec.origin] if spec.has_location and spec.origin else spec.submodule_search_locations
     return any(
         "site-packages" in path or "dist-packages" in path or path.startswith(LIBRARIES)
-        for path in paths
+        for path in paths or ()
     )
 
 

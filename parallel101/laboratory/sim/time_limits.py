@@ -64,18 +64,16 @@ class TimeLimits:
         self.world = world
         self.keep_waiting = False  # whether the program handles the error of a group's limit
         self.in_use = False  # whether any group has a limit
-        self.of_group: dict[tuple[str, int], float] = {}  # seconds, by group and rank
+        self.of_group: dict[tuple[str, int], float | None] = {}  # seconds, by group and rank
         self.waits: list[TimedWait] = []  # a heap
         self.left: dict[str, set[int]] = defaultdict(set)  # by group
         self.count = 0
 
     def set_limit(self, group: Any, timeout: timedelta | None) -> None:
         """Give this rank's later calls of the group this time limit."""
-        key, seconds = (group.label, group.member.number), own_limit(timeout)
-        self.of_group.pop(key, None)
-        if seconds is not None:
-            self.of_group[key] = seconds
-            self.in_use = True
+        seconds = own_limit(timeout)
+        self.of_group[group.label, group.member.number] = seconds
+        self.in_use |= seconds is not None
 
     def begin(self, rank: Any, work: Waitable, seconds: float | None) -> None:
         """Begin a rank's wait, for up to `seconds`.
