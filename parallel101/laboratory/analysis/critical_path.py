@@ -219,9 +219,7 @@ def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
             parts[call_key(e)].append(e)
     for key, of in parts.items():
         for e in of:
-            needed = [
-                o for o in of if o.rank == e.rank or e.kind not in FROM_ROOT or o.rank == e.peer
-            ]
+            needed = [o for o in of if e.kind not in FROM_ROOT or o.rank in (e.rank, e.peer)]
             last = max(needed, key=lambda o: o.posted)
             start = max(e.start, last.posted)
             label, better = f"{e.kind} of {human_bytes(e.nbytes)}", (e.end > start, True, True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from parallel101.laboratory.record.trace import Trace
 
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; other floats may have 3 %
 RecordedProduct = Any  # a parallel101.sharding.ShardedRun, whose module imports the picture
 
 
@@ -172,21 +173,6 @@ def bytes_by_step(trace: Trace) -> dict[int, int]:
 # ── Which terms of its sum a block holds
 
 
-def same(given: Tensor, expected: Tensor) -> bool:
-    """Return whether two blocks differ by rounding only."""
-    if given.shape != expected.shape:
-        return False
-    if not expected.dtype.is_floating_point:
-        return torch.equal(given.to(expected.dtype), expected)
-    largest = max(expected.abs().max().item(), 1e-300) if expected.numel() else 1.0
-    bound = tolerance(expected) * largest
-    return torch.allclose(given.double(), expected.double(), rtol=0, atol=bound)
-
-
-def tolerance(x: Tensor) -> float:
-    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(x.dtype, 3e-2)
-
-
 def term_counts(
     block: Tensor, terms: Sequence[Tensor], expected: Sequence[int]
 ) -> tuple[int, ...] | None:
@@ -201,11 +187,16 @@ def term_counts(
     if any(block.shape != term.shape for term in terms):
         return None
     stacked = torch.stack([term.detach().double().flatten() for term in terms], 1)
-    values = block.detach().double().flatten()
+    values, dtype = block.detach().double().flatten(), terms[0].dtype
 
     def fits(counts: Sequence[int]) -> bool:
-        summed = stacked @ stacked.new_tensor(list(counts))
-        return same(values.to(terms[0].dtype), summed.to(terms[0].dtype))
+        """Return whether the block and this sum differ by rounding only."""
+        found, summed = values.to(dtype), (stacked @ stacked.new_tensor(list(counts))).to(dtype)
+        if not dtype.is_floating_point:
+            return torch.equal(found, summed)
+        largest = max(summed.abs().max().item(), 1e-300) if summed.numel() else 1.0
+        bound = ROUNDING.get(dtype, 3e-2) * largest
+        return torch.allclose(found.double(), summed.double(), rtol=0, atol=bound)
 
     if fits(expected):
         return tuple(expected)

@@ -38,10 +38,8 @@ def held_over_time(activations: CountedActivations) -> HeldOverTime:
     shown = [i for i, phase in enumerate(activations.phases) if phase.name or i in slots]
     counts, seen, width = Counter(slots), Counter[int](), 1 / max(len(shown), 1)
     starts = {i: n * width for n, i in enumerate(shown)}
-    held = dict.fromkeys(
-        sorted({kept.phase.microbatch for kept in activations.kept}, key=lambda i: (i is None, i)),
-        0,
-    )
+    microbatches = {kept.phase.microbatch for kept in activations.kept}
+    held = dict.fromkeys(sorted(microbatches, key=lambda i: (i is None, i)), 0)
     points: list[tuple[float, dict[int | None, int]]] = [(0.0, dict(held))]
     for change, slot in zip(activations.changes, slots):
         kept = activations.kept[change.kept]

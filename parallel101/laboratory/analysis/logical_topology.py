@@ -97,9 +97,8 @@ def topology_of(
     if hub is not None:
         return LogicalTopology("star", order, links, root=hub)
     neighbours = neighbours_of(links)
-    if sum(map(len, neighbours.values())) == 2 * (len(order) - 1) and _reachable(
-        order[0], neighbours
-    ) == set(order):
+    joined = _reachable(order[0], neighbours) == set(order)
+    if joined and sum(map(len, neighbours.values())) == 2 * (len(order) - 1):
         return LogicalTopology("tree", order, links, root=_root(order, links))
     columns = _grid_columns(order, links)
     return LogicalTopology("grid" if columns else "circle", order, links, columns=columns)

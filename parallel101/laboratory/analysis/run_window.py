@@ -125,9 +125,7 @@ def _numbered(trace: Trace, spans: Sequence[Event], what: str, whole: bool) -> T
         begin[rank] = span.end
     if not times:
         return None
-    over_ranks = [times[number] for number in sorted(times)]
+    over_ranks = [[*zip(*times[number])] for number in sorted(times)]
     return TrainingSteps(
-        what,
-        min(times),
-        [(min(start for start, _ in step), max(end for _, end in step)) for step in over_ranks],
+        what, min(times), [(min(starts), max(ends)) for starts, ends in over_ranks]
     )

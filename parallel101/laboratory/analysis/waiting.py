@@ -121,19 +121,10 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
             if wait.last is not None and wait.late > 0:
                 waited_for[wait.last] += wait.late
         begin, end = run_times(trace, rank)
-        rows.append(
-            RankTimes(
-                rank,
-                rank in recorded,
-                sends.events,
-                sends.nbytes,
-                collectives.events,
-                collectives.nbytes,
-                end - begin - waiting,
-                waiting,
-                dict(waited_for),
-            )
-        )
+        sent = sends.events, sends.nbytes, collectives.events, collectives.nbytes
+        computing = end - begin - waiting
+        known = rank in recorded
+        rows.append(RankTimes(rank, known, *sent, computing, waiting, dict(waited_for)))
     return rows
 
 

@@ -79,10 +79,8 @@ def course_pages(
             _show_messages(soup, text)
         contents, heading = name_headings(soup), soup.h1
         assert heading is not None, f"{file} has no title"
-        if contents is not None:
-            first = soup.h2
-            assert first is not None  # name_headings has found sections
-            first.insert_before(contents)
+        if contents is not None and soup.h2 is not None:
+            soup.h2.insert_before(contents)
         for link in soup.select("a[href]:not([href^='#'])"):
             _lead_somewhere(link, posixpath.dirname(file), known, repository)
         made.append(page._replace(title=heading.get_text(), body=str(soup)))

@@ -116,9 +116,8 @@ def _week(entries: Any, folder: Path) -> Week:
         raise ValueError(f"{error}; the entries of a week are {', '.join(Week._fields)}") from error
     for name, (kind, expected) in KINDS.items():
         values = getattr(week, name)
-        if not isinstance(values, list | tuple) or not all(
-            isinstance(value, kind) for value in values
-        ):
+        several = isinstance(values, list | tuple)
+        if not several or not all(isinstance(value, kind) for value in values):
             raise ValueError(f"{name} is {values!r}; expected {expected}")
     days: dict[str, Any] = {"date": week.date, "due": week.due}
     for name, day in days.items():
