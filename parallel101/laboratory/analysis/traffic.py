@@ -12,6 +12,7 @@ kept and the sums of those before them (record/totals.py), so they are those of 
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import permutations
 from typing import NamedTuple
 
 from parallel101.laboratory.analysis.overlap import TimeWindow, time_windows
@@ -151,24 +152,14 @@ class LinkTimes(NamedTuple):
 
 def slowest_links(trace: Trace) -> list[LinkTimes]:
     """Return the links between ranks that sent messages, the one that took most time first."""
-    timed: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
-    for message in trace.messages():
-        timed[message.src, message.dst].append((message.end - message.start, message.nbytes))
-    sent = traffic(trace)
-    rows = [
-        LinkTimes(
-            src,
-            dst,
-            count,
-            sent.nbytes[src][dst],
-            sum(t for t, _ in timed[src, dst]),
-            max((t for t, _ in timed[src, dst]), default=0.0),
-            sum(n for _, n in timed[src, dst]),
-        )
-        for src, counts in enumerate(sent.messages)
-        for dst, count in enumerate(counts)
-        if count and src != dst
-    ]
+    took = ((m, m.end - m.start) for m in trace.messages())
+    timed = added(((m.src, m.dst), Sums(1, m.nbytes, time, time)) for m, time in took)
+    sent, rows = traffic(trace), list[LinkTimes]()
+    for src, dst in permutations(range(trace.world_size), 2):
+        if count := sent.messages[src][dst]:
+            _, nbytes, seconds, longest = timed.get((src, dst), NOTHING)
+            of_all = src, dst, count, sent.nbytes[src][dst]
+            rows.append(LinkTimes(*of_all, seconds, longest, nbytes))
     return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
 
 
