@@ -23,7 +23,7 @@ Behind them:
     pipeline/               the axis pp: stages, and the messages between them
     weight_gradients.py     ∂W, computed later than ∂x
     recompute.py            activations that backward computes again
-    function_mode.py        torch's functions replaced inside a block
+    torch_functions.py      torch's functions replaced inside a block, and nodes of its graph
     precision.py            16 bit, and master weights
     agreement.py            what the ranks agree on, errors included
     verify/                 before the first step: equal to one process?

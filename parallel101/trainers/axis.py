@@ -91,7 +91,7 @@ class OneStage(Axis):
         self.parts: Mapping[int, nn.Module] = {0: model}
         self.sequence = [model]
         self.microbatches = options.accumulate
-        # a rank without samples computes its experts for others
+        # a rank without samples computes its experts for others, which send it some
         self.always = axes.size(["ep"]) > 1
 
     def names(self, model: nn.Module) -> set[str]:
@@ -101,7 +101,7 @@ class OneStage(Axis):
     def runner(self, syncs: Syncs, axes: Axes, around: Callable[[], Any]) -> Any:
         """Return the object that runs forward and backward of a share."""
         sync = together([sync for _, sync in syncs])
-        return Accumulation(self.parts[0], sync, self.microbatches, around, self.always)
+        return Accumulation(self, sync, around)
 
 
 class DataAxis(Axis):

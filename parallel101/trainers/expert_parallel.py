@@ -17,12 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from parallel101.collectives import all_to_all
 from parallel101.collectives.meta_device import count_choices
@@ -32,6 +29,7 @@ from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.layout import Axes, Shard
 from parallel101.trainers.options import EXPERTS, Options
 from parallel101.trainers.tensor.plan import names_of
+from parallel101.trainers.torch_functions import Node
 
 
 def experts_over_ranks(
@@ -62,11 +60,11 @@ def experts_over_ranks(
     counts, of_arrived = count_rows(rows, choice, sizes, members)
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # so that this rank takes part in backward's messages
-    arrived = Exchange.apply("dispatch", rows[order], counts)
+    arrived = exchange("dispatch", rows[order], counts)
     with span("experts", rows=len(arrived)):
         results = experts(arrived, of_arrived)
     # `arrived` ties a rank into the graph whose results, of no rows, have none
-    return Exchange.apply("combine", results, counts, arrived)[order.argsort()]
+    return exchange("combine", results, counts, arrived)[order.argsort()]
 
 
 # how many rows this rank has for the experts of each position, how many arrive from it, the ranks
@@ -96,31 +94,21 @@ def count_rows(
     return (sent, arriving.sum(1).tolist(), group), of_arrived
 
 
-class Exchange(Function):
-    """Dispatches rows, sorted by expert, to their experts' ranks, or combines: sends results back
-    to the ranks of their rows. Backward is the other one, of gradients.
+def exchange(way: str, rows: Tensor, counts: RowCounts, *ties: Tensor) -> Tensor:
+    """Dispatch rows, sorted by expert, to their experts' ranks, or combine: send results back to
+    the ranks of their rows. Backward is the other one, of gradients.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, way: str, rows: Tensor, counts: RowCounts, arrived: Tensor | None = None
-    ) -> Tensor:
-        ctx.way, ctx.counts = way, counts
-        return exchange(way, rows, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None, None]:
-        way = "combine" if ctx.way == "dispatch" else "dispatch"
-        return None, exchange(way, g, ctx.counts), None, None
-
-
-def exchange(way: str, rows: Tensor, counts: RowCounts) -> Tensor:
-    """Send the first rows to position 0, the next ones to position 1, …"""
     there, here, group = counts
-    sent, received = (there, here) if way == "dispatch" else (here, there)
-    with wait_span(way, rows=len(rows)):
-        return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
+
+    def send(
+        way: str, rows: Tensor
+    ) -> Tensor:  # the first rows to position 0, the next ones to 1, …
+        sent, received = (there, here) if way == "dispatch" else (here, there)
+        with wait_span(way, rows=len(rows)):
+            return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
+
+    other = partial(send, "combine" if way == "dispatch" else "dispatch")
+    return Node.apply(lambda rows: (send(way, rows), other), rows, *ties)
 
 
 # ── the axis ep: the modules of a model that hold experts, and how it deals the experts out ──

@@ -27,7 +27,7 @@ from parallel101.collectives.asynchronous import (
     reduce_scatter_async,
 )
 from parallel101.collectives.meta_device import same_memory
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import group_of
 from parallel101.spans import wait_span
 from parallel101.trainers.batches import tensors_of
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, dense_gradient
@@ -45,8 +45,8 @@ class ZeROGroup:
     is gone.
 
     Args:
-        groups: name → the ranks over which its gradient is summed, and anything else that all
-            parameters of one array have in common.
+        groups: name → (the ranks over which its gradient is summed, anything else that all
+            parameters of one array have in common).
         overlap: send and receive while this rank computes.
         algorithm: of all messages, which then run from beginning to end in one call. None:
             "direct", which goes on meanwhile.
@@ -56,10 +56,7 @@ class ZeROGroup:
     """
 
     def __init__(
-        self,
-        groups: Mapping[str, tuple[GroupLike, Any]],
-        overlap: bool = True,
-        algorithm: str | None = None,
+        self, groups: Mapping[str, Any], overlap: bool = True, algorithm: str | None = None
     ):
         self.groups, self.overlap, self.algorithm = groups, overlap, algorithm
         self.alive: dict[str, weakref.WeakSet[UntypedStorage]] = defaultdict(weakref.WeakSet)
@@ -97,7 +94,8 @@ class Flat:
     Args:
         parameters: by name. From now on they are views of the flat array.
         zero: the ranks, each of which owns one block.
-        weights, gradients: whether this rank keeps all of them, or only its own block.
+        zero_stage: on stage 1 this rank keeps all weights and gradients, on 2 all weights, on 3
+            only its own block of both.
 
     Attributes:
         whole: the weights of all blocks, or None while this rank has only its own.
@@ -108,14 +106,7 @@ class Flat:
         reached: names of the parameters to which this rank's samples gave a gradient in this step.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        zero: ZeROGroup,
-        *,
-        weights: bool = False,
-        gradients: bool = False,
-    ):
+    def __init__(self, parameters: Parameters, zero: ZeROGroup, zero_stage: int = 3):
         self.parameters, self.zero = dict(parameters), zero
         self.group = group_of(zero.groups[next(iter(parameters))][0])
         n, position = self.group.size, self.group.position or 0
@@ -128,9 +119,9 @@ class Flat:
         shard = whole.view(n, block)[position]
         self.whole: Tensor | None = whole
         self.arriving: AsyncCollective | None = None
-        self.shard = shard if weights else shard.clone()
+        self.shard = shard.clone() if zero_stage == 3 else shard
         dtype = next(iter(parameters.values())).grad_dtype
-        self.whole_grad = torch.zeros_like(whole, dtype=dtype) if gradients else None
+        self.whole_grad = torch.zeros_like(whole, dtype=dtype) if zero_stage == 1 else None
         self.grad = torch.zeros_like(shard, dtype=dtype)
         if self.whole_grad is not None:
             self.grad = self.whole_grad.view(n, block)[position]
@@ -147,10 +138,10 @@ class Flat:
                 piece.grad_dtype = dtype
                 self.piece_grads[name] = self.grad[here]
         self.begin()
-        if weights:
-            self.show(whole.split(self.cuts))
-        else:
+        if zero_stage == 3:
             self.free()
+        else:
+            self.show(whole.split(self.cuts))
 
     # ── weights ──
 
@@ -308,29 +299,6 @@ class ZeRO(GradientSync):
             for name, piece in flat.owned.items():
                 piece.grad = flat.piece_grads[name]
         return [name for flat in self.flats for name in flat.parameters if name not in flat.reached]
-
-
-# ── a gathered weight that autograd saves for backward: its place is kept, not its values ──
-#
-#     forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
-#     backward   gx = gy W                  layer 2 has been gathered again: W is there, elsewhere
-#
-# Otherwise no layer would ever be freed.
-
-
-Place = tuple[Flat, Any]
-
-
-def pack(tensor: Tensor, whole_now: Iterable[Flat]) -> Tensor | Place:
-    memory = tensor.untyped_storage()
-    for flat in whole_now:
-        if flat.whole is not None and flat.whole.untyped_storage() is memory:
-            return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
-    return tensor
-
-
-def unpack(saved: Tensor | Place) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])
 
 
 # ── the layers of a model, in turn ──

@@ -180,11 +180,7 @@ class Layout:
     # ── one entry, no messages ──
 
     def cut(
-        self,
-        name: str,
-        whole: Tensor,
-        where: Coordinates | None = None,
-        pieces: Sequence[Any] = (),
+        self, name: str, whole: Tensor, where: Coordinates | None = None, pieces: Sequence[Any] = ()
     ) -> Tensor:
         """Return the part of the whole that a rank (default: this one) holds, which may be empty.
 

@@ -188,10 +188,8 @@ def check_model(model: Any, loss_fn: Any) -> torch.device:
         )
     for name, t in named_tensors(model):
         if is_lazy(t):
-            raise ValueError(
-                f"{name!r} has no shape yet, since its module is lazy: run the model once "
-                "first, model(inputs)"
-            )
+            first = "run the model once first, model(inputs)"
+            raise ValueError(f"{name!r} has no shape yet, since its module is lazy: {first}")
     on_gpus = torch.get_default_device().type == "meta"  # a virtual one: launch(…, device=…)
     for name, p in model.named_parameters():
         if p.is_meta != on_gpus:

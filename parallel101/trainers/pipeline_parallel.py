@@ -14,22 +14,22 @@ al. (arXiv 2104.04473), section 2.2; Qi et al., "Zero Bubble Pipeline Parallelis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from parallel101.mesh import split_sizes
 from parallel101.spans import span
 from parallel101.trainers.batches import Batch, call, count_samples, split
-from parallel101.trainers.gradient_sync import GradientSync, together
+from parallel101.trainers.gradient_sync import together
 from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline.stage_messages import Messages, activations
 from parallel101.trainers.recompute import and_its_repetitions
 from parallel101.trainers.schedules.actions import Action, awaits, partner
+from parallel101.trainers.torch_functions import Node
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -53,20 +53,6 @@ class Stage(nn.Sequential):
         return list(self)
 
 
-class Received(Function):
-    """Returns a tensor that has arrived, in the same memory, as a result that autograd allows to be
-    changed in place. A leaf that requires grad is not such a result.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.data
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
 # what a stage keeps of a microbatch from its forward to its backward: x, y and, if an action of its
 # own computes them, the weight gradients
 Held = tuple[Any, Any, WeightGradients | None]
@@ -76,32 +62,25 @@ class Pipeline:
     """The stages that this rank computes.
 
     Args:
-        parts: global stage → its layers.
+        stages: a PipelineStages: its parts are this rank's stages, global stage → its layers.
         actions: of this rank in a step, in order, with sends and receives.
         messages: between this rank's stages and those of other ranks.
         syncs: (stages, what sums the gradients of the parameters that are on just these over dp).
-        stages: how many the whole model has.
         autocast: gives the context of a forward.
     """
 
     def __init__(
-        self,
-        parts: Mapping[int, nn.Module],
-        actions: Sequence[Action],
-        messages: Messages,
-        syncs: Sequence[tuple[frozenset[int], GradientSync]],
-        stages: int,
-        autocast: Callable[[], Any],
+        self, stages: Any, actions: Sequence[Action], messages: Messages, syncs: Any, autocast: Any
     ):
-        self.parts, self.actions, self.messages = parts, actions, messages
+        self.parts: Mapping[int, nn.Module] = stages.parts
+        self.actions, self.messages, self.autocast = actions, messages, autocast
         self.sync = together([sync for _, sync in syncs])
         backwards = [action for action in actions if action.kind in "BW"]
         self.on_stage = []  # with the last action, after which the gradients are complete
         for used, sync in syncs:
             last = [action for action in backwards if action.stage in used][-1]
             self.on_stage.append((used, sync, last))
-        self.last_stage, self.autocast = stages - 1, autocast
-        self.microbatches = 1 + max(action.microbatch for action in actions)
+        self.last_stage, self.microbatches = max(stages.placement), stages.microbatches
         self.split = {action[::2] for action in actions if action.kind == "I"}
 
     def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
@@ -116,11 +95,7 @@ class Pipeline:
         self.carry_out(forward, [inputs], [targets], losses)
 
     def carry_out(
-        self,
-        actions: Sequence[Action],
-        inputs: Sequence[Batch],
-        targets: Sequence[Batch],
-        losses: Losses,
+        self, actions: Sequence[Action], inputs: list[Batch], targets: list[Batch], losses: Losses
     ) -> None:
         self.inputs, self.targets, self.losses = inputs, targets, losses
         self.sizes = [count_samples(x) for x in inputs]
@@ -170,7 +145,8 @@ class Pipeline:
         x = inputs = self.inputs[i]
         if arrived is not None:
             x = arrived.requires_grad_(arrived.is_floating_point())
-            inputs = Received.apply(x)
+            # the same memory as a result, which a stage may change in place, and not as a leaf
+            inputs = Node.apply(lambda x: (x.data, lambda g: g), x)
         weights = WeightGradients(split=True) if (stage, i) in self.split else None
         splitting = and_its_repetitions(weights.forward) if weights else nullcontext()
         with splitting, self.autocast():

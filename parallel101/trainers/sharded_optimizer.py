@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.layout import Layout
 
 
-def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def build_optimizer(optimizer: Any, parameters: Parameters) -> Optimizer:
     """Call it with the parameters.
 
     Raises TypeError or ValueError if the result is not an optimizer of just these.
@@ -68,13 +69,7 @@ class ShardedOptimizer:
         layout: how the pieces make up the whole.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        whole: Mapping[str, nn.Parameter],
-        owned: Mapping[str, nn.Parameter],
-        layout: Layout,
-    ):
+    def __init__(self, optimizer: Optimizer, whole: Parameters, owned: Parameters, layout: Layout):
         self.optimizer, self.owned, self.layout = optimizer, owned, layout
         names = {id(p): name for name, p in whole.items()}
         self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -107,20 +107,16 @@ def gradient_norm(trainer: Trainer) -> Tensor:
 
 
 class Accumulation:
-    """Runs all layers on this rank. The gradients of its microbatches add up in .grad."""
+    """Runs all layers on this rank. The gradients of its microbatches add up in .grad.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sync: GradientSync,
-        microbatches: int,
-        autocast: Callable[[], Any],
-        always: bool,
-    ):
-        self.model, self.sync, self.microbatches = model, sync, microbatches
-        self.autocast, self.always = autocast, always  # without samples, too: others send some here
+    Args: stages: a OneStage. autocast: gives the context of a forward.
+    """
+
+    def __init__(self, stages: Any, sync: GradientSync, autocast: Callable[[], Any]):
+        self.model, self.sync, self.autocast = stages.parts[0], sync, autocast
+        self.microbatches, self.always = stages.microbatches, stages.always
         # (stage, kind, microbatch), as an Action begins; a pipeline's files aren't loaded
-        self.actions = [(0, kind, i) for i in range(microbatches) for kind in "FB"]
+        self.actions = [(0, kind, i) for i in range(self.microbatches) for kind in "FB"]
         self.loss: Tensor | None = None  # of the microbatch whose backward follows
 
     def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:

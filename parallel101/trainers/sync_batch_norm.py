@@ -30,9 +30,9 @@ from parallel101.autograd import all_gather
 from parallel101.mesh import Group
 from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.batches import Batch
-from parallel101.trainers.function_mode import Replacing
 from parallel101.trainers.layout import DATA, Axes
 from parallel101.trainers.options import Options
+from parallel101.trainers.torch_functions import Replacing
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

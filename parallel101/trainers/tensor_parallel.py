@@ -23,63 +23,48 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.tensor_group import TensorGroup
-from parallel101.trainers.weight_gradients import Linear, WeightGradients, split_backward
+from parallel101.trainers.torch_functions import Node
+from parallel101.trainers.weight_gradients import WeightGradients, split_backward, split_linear
 
 
-class SumBackward(Function):
-    """Passes activations that every rank has to column layers: Megatron's f. Layers with the same
+def sum_backward(x: Tensor, tp: TensorGroup, meanwhile: WeightGradients | None) -> Tensor:
+    """Pass activations that every rank has to column layers: Megatron's f. Layers with the same
     input share this node, and so one all-reduce: query, key and value, for example.
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorGroup, meanwhile: WeightGradients | None) -> Tensor:
-        ctx.tp, ctx.meanwhile = tp, meanwhile
-        return tp.gather(x, tp.times)  # x itself: no message
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None, None]:
-        wait = ctx.tp.begin_sum(part)  # an all-reduce of this rank's part of ∂x: in flight …
-        if ctx.meanwhile is not None:
+    def backward(part: Tensor) -> Tensor:
+        wait = tp.begin_sum(part)  # an all-reduce of this rank's part of ∂x: in flight …
+        if meanwhile is not None:
             with span("weight gradient"):
-                ctx.meanwhile.run()  # … while ∂W and ∂b are computed
+                meanwhile.run()  # … while ∂W and ∂b are computed
         with wait_span("wait for the sum"):
-            return wait(), None, None
+            return wait()
+
+    return Node.apply(lambda x: (tp.gather(x, tp.times), backward), x)  # x itself: no message
 
 
-class SumForward(Function):
-    """Sums the results of row layers to activations that every rank has: Megatron's g."""
+def sum_forward(part: Tensor, tp: TensorGroup) -> Tensor:
+    """Sum the results of row layers to activations that every rank has: Megatron's g."""
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, tp: TensorGroup) -> Tensor:
+    def forward(part: Tensor) -> tuple[Tensor, Any]:
         with wait_span("wait for the sum"):
             y = tp.sum(part)  # an all-reduce
-        ctx.tp, ctx.times = tp, tp.times
-        return y
+        times = tp.times
+        return y, lambda g: tp.gather(g, times)  # g itself: no message
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.gather(g, ctx.times), None  # g itself: no message
+    return Node.apply(forward, part)
 
 
 # ── layers: what takes the place of the forward of an nn.Linear or nn.Embedding that is cut ──
 
 
 def column_linear(
-    layer: nn.Linear,
-    x: Tensor,
-    *,
-    tp: TensorGroup,
-    deferred: bool = True,
-    join: Sequence[int] | None = None,
+    layer: nn.Linear, x: Tensor, *, tp: TensorGroup, deferred: bool, join: Sequence[int] | None
 ) -> Tensor:
     """Compute (…, in) → (…, this rank's part of out).
 
@@ -92,7 +77,7 @@ def column_linear(
         y = F.linear(whole, layer.weight, layer.bias)
     else:
         later, kept, again = shared
-        y = Linear.apply(whole, (layer.weight, layer.bias), later, None, kept, again)
+        y = split_linear(whole, layer.weight, layer.bias, later, kept=kept, again=again)
     return y if join is None else tp.join(y, join)
 
 
@@ -104,7 +89,7 @@ def enter(tp: TensorGroup, x: Tensor) -> tuple[Tensor, Any]:
         return tp.gather(x, tp.times), None
     split = split_backward()  # if there is one, the schedule says when ∂W is computed
     later = WeightGradients() if split is None else split
-    whole = SumBackward.apply(x, tp, later if split is None else None)
+    whole = sum_backward(x, tp, later if split is None else None)
     kept = (x.detach(), tp.gather_again()) if tp.regather else (whole, lambda x: x)
     return whole, (later, *kept)
 
@@ -112,7 +97,7 @@ def enter(tp: TensorGroup, x: Tensor) -> tuple[Tensor, Any]:
 def row_linear(layer: nn.Linear, x: Tensor, *, tp: TensorGroup) -> Tensor:
     """Compute (…, this rank's part of in) → (…, out). The sum gets the whole bias."""
     part = F.linear(x, layer.weight)  # its backward is autograd's: ∂x = g V, ∂V = gᵀ x
-    y = SumForward.apply(part, tp)
+    y = sum_forward(part, tp)
     return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
@@ -129,7 +114,7 @@ def vocabulary_embedding(
         padding = padding - start if start <= padding < start + rows else None
     weight = weight if rows else F.pad(weight, (0, 0, 0, 1))
     y = F.embedding((tokens - start) * here, weight, padding)
-    return SumForward.apply(y.masked_fill(~here[..., None], 0), tp)
+    return sum_forward(y.masked_fill(~here[..., None], 0), tp)
 
 
 def check_tokens(tokens: Tensor, rows: int) -> None:

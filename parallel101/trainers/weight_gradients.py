@@ -23,10 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from parallel101.trainers.function_mode import Replacing
+from parallel101.trainers.torch_functions import Node, Replacing
 
 _thread = threading.local()  # .later: the WeightGradients of the forward that this thread computes
 
@@ -39,9 +37,9 @@ class WeightGradients:
 
     def __init__(self, *, split: bool = False):
         self.split = split
-        self.pending: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
+        self.pending: dict[Tensor, list[Callable[[], Tensor]]] = {}
 
-    def add(self, p: nn.Parameter | None, gradient: Callable[[], Tensor]) -> None:
+    def add(self, p: Tensor | None, gradient: Callable[[], Tensor]) -> None:
         """Leave a gradient of p, or a part of it if p is used several times."""
         if p is not None and p.requires_grad:
             self.pending.setdefault(p, []).append(gradient)
@@ -50,11 +48,15 @@ class WeightGradients:
         """Compute them, and give each parameter the sum of its own, by a separate backward. So the
         sum is added to .grad, and the parameter's hooks run once.
         """
+
+        def number(p: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            parts = (gradient().to(p.dtype) for gradient in self.pending.pop(p))
+            return p.new_zeros(()), lambda _: functools.reduce(torch.add, parts)
+
         while self.pending:
-            p = next(iter(self.pending))
             with torch.enable_grad():
-                total = _Pending.apply(p, self.pending.pop(p))
-            total.backward()
+                total = Node.apply(number, next(iter(self.pending)))
+            total.backward()  # p.backward(sum) would copy the sum into .grad: here it becomes .grad
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -73,22 +75,6 @@ class WeightGradients:
             _thread.later = before
 
 
-class _Pending(Function):
-    """A number whose gradient for p is the sum of p's pending gradients. (`p.backward(sum)` would
-    copy the sum into .grad; what a backward returns becomes .grad itself.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, gradients: list[Callable[[], Tensor]]) -> Tensor:
-        ctx.gradients, ctx.dtype = gradients, p.dtype
-        return p.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        parts = (gradient().to(ctx.dtype) for gradient in ctx.gradients)
-        return functools.reduce(torch.add, parts), None
-
-
 def split_backward() -> WeightGradients | None:
     """Return the WeightGradients to which this thread's forward leaves those of its backward.
 
@@ -103,40 +89,38 @@ def linear(
     """Return F.linear, which leaves its weight gradient for later if its weights are parameters."""
     parameters = isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
     if parameters and weight.requires_grad and torch.is_grad_enabled():
-        return Linear.apply(input, (weight, bias), later, anchor)
+        return split_linear(input, weight, bias, later, anchor)
     return F.linear(input, weight, bias)
 
 
-class Linear(Function):
-    """y = x Wᵀ + b, which leaves ∂W and ∂b for later. The parameters are not inputs of this node:
-    autograd would call their hooks after its backward.
+def split_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    later: WeightGradients,
+    *anchor: Tensor,
+    kept: Tensor | None = None,
+    again: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """Compute y = x Wᵀ + b, whose backward leaves ∂W and ∂b for later. The parameters are not
+    inputs of this node: autograd would call their hooks after its backward.
 
     The anchor gives it a backward if x needs no gradient. If it keeps something else than x,
     `again` makes x of that.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        parameters: tuple[nn.Parameter, nn.Parameter | None],
-        later: WeightGradients,
-        anchor: Tensor | None = None,
-        kept: Tensor | None = None,
-        again: Callable[[Tensor], Tensor] = lambda x: x,
-    ) -> Tensor:
-        ctx.save_for_backward(x if kept is None else kept, parameters[0])
-        ctx.parameters, ctx.later, ctx.again = parameters, later, again
-        return F.linear(x, *parameters).data  # not a view: y may be changed in place
+    def forward(x: Tensor) -> tuple[Any, ...]:
+        y = F.linear(x, weight, bias).data  # not a view: y may be changed in place
+        return y, backward, x if kept is None else kept, weight
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (kept, W), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        rows, x = positions(g), ctx.again(kept)  # (batch · time, features)
-        ctx.later.add(weight, lambda: rows.t() @ positions(x).to(g.dtype))  # ∂W = gᵀ x
-        ctx.later.add(bias, lambda: rows.sum(0))  # ∂b
-        return g @ W.to(g.dtype) if ctx.needs_input_grad[0] else None, *[None] * 5  # ∂x = g W
+    def backward(g: Tensor, kept: Tensor, W: Tensor) -> Tensor | None:
+        rows, x = positions(g), again(kept)  # (batch · time, features)
+        later.add(weight, lambda: rows.t() @ positions(x).to(g.dtype))  # ∂W = gᵀ x
+        later.add(bias, lambda: rows.sum(0))  # ∂b
+        return g @ W.to(g.dtype) if wanted else None  # ∂x = g W
+
+    wanted = x.requires_grad
+    return Node.apply(forward, x, *anchor)
 
 
 def positions(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,13 +34,10 @@ from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.flat import (
     EMPTY,
     Flat,
-    Place,
     ZeRO,
     ZeROGroup,
     flats_of,
     gather,
-    pack,
-    unpack,
     wait,
     walk,
 )
@@ -62,7 +60,7 @@ class ZeRO12(ZeRO):
     ):
         self.zero_stage = zero_stage
         buckets = by_size(parameters, bucket_bytes, zero.groups)
-        flats = [Flat(b, zero, weights=True, gradients=zero_stage == 1) for b in buckets]
+        flats = [Flat(b, zero, zero_stage) for b in buckets]
         super().__init__(flats, zero)
         self.how = f"ZeRO stage {zero_stage}, in {len(flats)} buckets"
         for name, p in parameters.items():
@@ -232,6 +230,20 @@ class ZeRO3(ZeRO):
             if flat.whole is not None:
                 flat.free()
 
-    def pack(self, tensor: Tensor) -> Tensor | Place:
-        """Return what autograd keeps of a tensor that it saves; see `Place`."""
-        return pack(tensor, (*self.shared, *self.layers.get(self.current or "", ())))
+    # ── a gathered weight that autograd saves for backward: its place is kept, not its values ──
+    #
+    #     forward    y = x Wᵀ saves x and W     W is kept as "layer 2, elements 0 to 16, 4 × 4"
+    #     backward   gx = gy W                  layer 2 is gathered again: W is there, elsewhere
+    #
+    # Otherwise no layer would ever be freed.
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[Flat, Any]:
+        memory = tensor.untyped_storage()
+        for flat in (*self.shared, *self.layers.get(self.current or "", ())):
+            if flat.whole is not None and flat.whole.untyped_storage() is memory:
+                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return tensor
+
+
+def unpack(saved: Tensor | tuple[Flat, Any]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved[0].gathered().as_strided(*saved[1])

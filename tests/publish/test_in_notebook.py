@@ -32,7 +32,7 @@ def test_wrong_settings_are_refused():
         (p101.explore_memory, {"gpu": "abacus"}, "gpu='abacus' is unknown: expected one of A100"),
         (p101.explore_memory, {"model": "eliza"}, "the model 'eliza' is unknown"),
         (p101.explore_memory, {"zero_stage": 5}, "zero_stage=5: expected 0 or 1"),
-        (p101.explore_schedule, {"name": "2f2b"}, "'2f2b' is unknown: expected one of 'gpipe'"),
+        (p101.explore_schedule, {"name": "2f2b"}, "schedule='2f2b': expected one of 'gpipe'"),
         (p101.explore_schedule, {"stages": 9}, "stages=9 .*expected 2 to 4 stages and 1 to 8"),
         (p101.explore_schedule, {"forward": 0}, "expected 0.25 to 8"),
     ):

@@ -323,8 +323,8 @@ REFUSED = {
         "'column', but it is of type Block": given(gpt, plan={"blocks.0": "column"}),
         "gives 'blocks.0.mlp' the style 'column', but": given(gpt, plan={"blocks.*.mlp": "column"}),
         "expected an nn.Embedding or the": given(gpt, plan={"norm": "vocabulary"}),
-        "the style 'colum': expected one of 'column'": given(gpt, plan={"head": "colum"}),
-        "cuts nothing": given(gpt, plan={}),
+        r"plan\['head'\]='colum': expected one of 'column'": given(gpt, plan={"head": "colum"}),
+        "plan={}: expected .* cuts nothing": given(gpt, plan={}),
         "plan='autos'": given(gpt, plan="autos"),
         r"'blocks\.0\.attention\.query' has 4 heads, which 3": given(small, plan=ATTENTION),
         "has 4 heads, which 3 ranks": given(small),
@@ -408,7 +408,7 @@ REFUSED = {
         r"'embedding\.token\.weight' is tied between two stages on one rank": given(
             gpt, schedule=V_SHAPED, zero_stage=3
         ),
-        "schedule '2f2b' is unknown": given(schedule="2f2b"),
+        "schedule='2f2b': expected one of 'gpipe'": given(schedule="2f2b"),
         "wait for each other forever": given(schedule=WAITING),
         "rank 0 and rank 1 were given different samples.*DistributedSampler": given(
             call=lambda trainer: trainer.step(X + dist.get_rank() % 2, Y)

@@ -222,11 +222,14 @@ def test_what_is_wrong_is_named(lists, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "dualpipe"}, "schedule 'dualpipe' is unknown: expected one of 'gpipe'"),
+        ({"name": "dualpipe"}, "schedule='dualpipe': expected one of 'gpipe'"),
         ({"stages": 0}, "stages=0: expected a whole number, 1 or more"),
         ({"microbatches": 2.0}, "microbatches=2.0: expected a whole number"),
-        ({"chunks": 2}, "chunks=2: '1f1b' has one stage per rank"),
-        ({"name": "interleaved", "microbatches": 6, "chunks": 2}, "microbatches=6: 'interleaved'"),
+        ({"chunks": 2}, "chunks=2: expected 1, since '1f1b' has one stage per rank"),
+        (
+            {"name": "interleaved", "microbatches": 6, "chunks": 2},
+            "microbatches=6: expected a multiple of stages=4: 'inter",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused(options, words):

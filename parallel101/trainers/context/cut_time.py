@@ -25,10 +25,10 @@ from parallel101.trainers.batches import Batch, map_tensors, tensors_of
 from parallel101.trainers.context.time_layout import local_positions, time_sizes
 from parallel101.trainers.context.ulysses import ulysses_attention
 from parallel101.trainers.context_parallel import ring_attention
-from parallel101.trainers.function_mode import Replacing
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.options import Options
 from parallel101.trainers.recompute import and_its_repetitions
+from parallel101.trainers.torch_functions import Replacing
 
 TIME = 1  # the dim of inputs and targets that is cut
 POSITIONS = ("positions", "position_ids")  # how a model's forward may call them

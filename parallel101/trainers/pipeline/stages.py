@@ -125,8 +125,7 @@ class PipelineStages(OneStage):
         """Return the Pipeline that carries out this rank's list."""
         lists = with_messages(self.schedule.ranks, self.placement)
         messages = Messages(axes, lists, self.placement, self.device)
-        actions, stages = lists[axes.here["pp"]], len(self.placement)
-        return Pipeline(self.parts, actions, messages, syncs, stages, around)
+        return Pipeline(self, lists[axes.here["pp"]], messages, syncs, around)
 
     def describe(self) -> Iterator[str]:
         for stage, part in enumerate(self.ranges):

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
+from parallel101.trainers.options import expect
 from parallel101.trainers.schedules.actions import (
     COMMUNICATION,
     FSDP,
@@ -84,13 +85,10 @@ class Schedule:
     """
 
     def __init__(self, actions: Sequence[Sequence[str]]):
-        if not isinstance(actions, (list, tuple)) or not all(
-            isinstance(of_rank, (list, tuple)) for of_rank in actions
-        ):
-            raise ScheduleError(
-                f"Schedule({actions!r}): expected a list for each rank, such as [['0F0', "
-                "'0B0'], ['1F0', '1B0']]"
-            )
+        lists = isinstance(actions, (list, tuple))
+        lists = lists and all(isinstance(of_rank, (list, tuple)) for of_rank in actions)
+        expected = "a list for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]"
+        expect("actions", actions, lists, expected, ScheduleError)
         self.ranks = tuple(tuple(map(Action.parse, of_rank)) for of_rank in actions)
         first = {part.stage: rank for rank, part in reversed(list(self.parts()))}
         self.placement = dict(sorted(first.items()))
@@ -143,7 +141,7 @@ class Schedule:
         work = sum(slot.end - slot.start for slot in slots) / len(self.ranks)
         peaks = []
         for of_rank in by_rank:
-            parts = (sorted(slot.action.computed(), key=is_backward) for slot in of_rank)
+            parts = (sorted(s.action.computed(), key=lambda p: p.kind != "F") for s in of_rank)
             change = [{"F": 1, "I": 0}.get(part.kind, -1) for row in parts for part in row]
             peaks.append(max(accumulate(change)))
         makespan = max(slot.end for slot in slots) - min(slot.start for slot in slots)
@@ -190,22 +188,15 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
         [['0F0', '0F1', '0B0', '0F2', '0B1', '0B2'], ['1F0', '1B0', '1F1', '1B1', '1F2', '1B2']]
     """
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{what}={value!r}: expected a whole number, 1 or more")
-    if not isinstance(name, str) or name not in SCHEDULES:
-        raise ScheduleError(
-            f"schedule {name!r} is unknown: expected one of {', '.join(map(repr, SCHEDULES))}"
-        )
-    if name != "interleaved" and chunks > 1:
-        raise ScheduleError(
-            f"chunks={chunks}: {name!r} has one stage per rank; expected chunks=1, or the "
-            "schedule 'interleaved'"
-        )
-    if name == "interleaved" and microbatches % stages:
-        raise ScheduleError(
-            f"microbatches={microbatches}: 'interleaved' runs them in groups of one per rank; "
-            f"expected a multiple of stages={stages}"
-        )
+        right = type(value) is int and value > 0
+        expect(what, value, right, "a whole number, 1 or more", ScheduleError)
+    known = isinstance(name, str) and name in SCHEDULES
+    expect("schedule", name, known, f"one of {', '.join(map(repr, SCHEDULES))}", ScheduleError)
+    expected = f"1, since {name!r} has one stage per rank; or the schedule 'interleaved'"
+    expect("chunks", chunks, name == "interleaved" or chunks == 1, expected, ScheduleError)
+    right = name != "interleaved" or microbatches % stages == 0
+    expected = f"a multiple of stages={stages}: 'interleaved' runs them in groups of one per rank"
+    expect("microbatches", microbatches, right, expected, ScheduleError)
     return Schedule([SCHEDULES[name](rank, stages, microbatches, chunks) for rank in range(stages)])
 
 
@@ -232,10 +223,6 @@ def schedule_for(
 # ── the simulation ──
 
 
-def is_backward(action: Action) -> bool:
-    return action.kind != "F"
-
-
 def simulate(
     schedule: Schedule, rules: str, costs: Sequence[Any], communication: Any
 ) -> list[Slot]:
@@ -245,19 +232,17 @@ def simulate(
     Sends and receives are posted in the order of a list and do not stop its rank. Under NCCL's
     rules those of a rank start one by one. Raises ScheduleError for the first thing that is wrong.
     """
-    if rules not in ("gloo", "nccl"):
-        raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
+    expect("rules", rules, rules in ("gloo", "nccl"), "'gloo' or 'nccl'", ScheduleError)
     ranks, placement = schedule.ranks, schedule.placement
     where, needed_by = checked(schedule)
     seconds, stages = dict[str, list[float]](), max(placement) + 1
     names = ("forward", "input_grad", "weight_grad", "communication")
     for kind, name, cost in zip(("F", "I", "W", ""), names, (*costs, communication)):
         each = list(cost) if kind and isinstance(cost, Sequence) else [cost] * stages
-        known = all(isinstance(one, int | float) and 0 <= one < math.inf for one in each)
-        if len(each) != stages or not known:
-            each_stage = f"seconds, 0 or more: a number, or one for each of the {stages} stages"
-            expected = each_stage if kind else "one number of seconds, 0 or more"
-            raise ScheduleError(f"{name}={cost!r}: expected {expected}")
+        right = all(isinstance(one, int | float) and 0 <= one < math.inf for one in each)
+        each_stage = f"seconds, 0 or more: a number, or one for each of the {stages} stages"
+        expected = each_stage if kind else "one number of seconds, 0 or more"
+        expect(name, cost, right and len(each) == stages, expected, ScheduleError)
         seconds[kind] = each
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
     slots, done = list[Slot](), dict[Action, float]()  # when its result is on its own rank

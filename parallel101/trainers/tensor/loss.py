@@ -11,16 +11,17 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from parallel101.collectives import all_reduce
 from parallel101.collectives.meta_device import number_in
 from parallel101.mesh import GroupLike, group_of
+from parallel101.trainers.options import expect
+from parallel101.trainers.torch_functions import Node
 
 
 def vocabulary_cross_entropy(
@@ -58,63 +59,61 @@ def vocabulary_cross_entropy(
             f"shape {tuple(targets.shape)}: expected (…, this rank's part of the vocabulary), and "
             "whole numbers (…), positions in the vocabulary"
         )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r}: expected "mean" or "sum"')
-    return VocabularyCrossEntropy.apply(logits, targets, group, ignore_index, reduction == "mean")
+    expect("reduction", reduction, reduction in ("mean", "sum"), '"mean" or "sum"')
+    run = partial(cross_entropy, targets, group, ignore_index, reduction == "mean")
+    return Node.apply(run, logits)
 
 
-class VocabularyCrossEntropy(Function):
-    """log Σ exp(logit) − logit of the target; its gradient is softmax − one-hot."""
+def cross_entropy(
+    targets: Tensor, group: GroupLike, ignore_index: int, mean: bool, logits: Tensor
+) -> tuple[Any, ...]:
+    """Return log Σ exp(logit) − logit of the target; its gradient is softmax − one-hot."""
+    members = group_of(group)
+    position = members.position or 0
+    target, count, width = targets.reshape(-1), targets.numel(), logits.shape[-1]
+    single = torch.promote_types(logits.dtype, torch.float32)
+    values = logits.detach().reshape(count, width).to(single)
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike, ignore_index: int, mean: bool
+    # the ranks' widths travel with the largest logits: each rank knows only its own
+    largest = values.new_full((count + members.size,), -torch.inf)
+    if width:
+        largest[:count] = values.amax(-1)
+    largest[count + position] = width
+    largest = all_reduce(largest, "max", group=group, algorithm="direct")
+    start = stop = vocabulary = 0
+    if not largest.is_meta:  # there no target has a value
+        ends = [0, *largest[count:].cumsum(0).int().tolist()]
+        start, stop, vocabulary = ends[position], ends[position + 1], ends[-1]
+
+    counted = target != ignore_index
+    if number_in((counted & ((target < 0) | (target >= vocabulary))).any()):
+        raise IndexError(
+            f"targets range from {target.min()} to {target.max()}, but the logits have a "
+            f"vocabulary of {vocabulary}"
+        )
+    here = counted & (target >= start) & (target < stop)
+    column = (target - start)[:, None] * here[:, None]  # 0 where it is another rank's
+
+    shifted = values - largest[:count, None]
+    sums = values.new_zeros(2, count)
+    if width:
+        sums[1] = shifted.gather(1, column)[:, 0] * here
+    softmax = shifted.exp_()
+    sums[0] = softmax.sum(-1)
+    total, chosen = all_reduce(sums, group=group, algorithm="direct")
+
+    number = counted.sum() if mean else counted.new_ones((), dtype=torch.int64)
+    softmax /= total[:, None]
+    loss = ((total.log() - chosen) * counted).sum() / number
+    shape, dtype = logits.shape, logits.dtype
+
+    def backward(
+        g: Tensor, softmax: Tensor, here: Tensor, column: Tensor, counted: Tensor, number: Tensor
     ) -> Tensor:
-        members, ctx.dtype, ctx.shape = group_of(group), logits.dtype, logits.shape
-        position = members.position or 0
-        target, count, width = targets.reshape(-1), targets.numel(), logits.shape[-1]
-        single = torch.promote_types(logits.dtype, torch.float32)
-        values = logits.detach().reshape(count, width).to(single)
-
-        # the ranks' widths travel with the largest logits: each rank knows only its own
-        largest = values.new_full((count + members.size,), -torch.inf)
-        if width:
-            largest[:count] = values.amax(-1)
-        largest[count + position] = width
-        largest = all_reduce(largest, "max", group=group, algorithm="direct")
-        start = stop = vocabulary = 0
-        if not largest.is_meta:  # there no target has a value
-            ends = [0, *largest[count:].cumsum(0).int().tolist()]
-            start, stop, vocabulary = ends[position], ends[position + 1], ends[-1]
-
-        counted = target != ignore_index
-        if number_in((counted & ((target < 0) | (target >= vocabulary))).any()):
-            raise IndexError(
-                f"targets range from {target.min()} to {target.max()}, but the logits have a "
-                f"vocabulary of {vocabulary}"
-            )
-        here = counted & (target >= start) & (target < stop)
-        column = (target - start)[:, None] * here[:, None]  # 0 where it is another rank's
-
-        shifted = values - largest[:count, None]
-        sums = values.new_zeros(2, count)
-        if width:
-            sums[1] = shifted.gather(1, column)[:, 0] * here
-        softmax = shifted.exp_()
-        sums[0] = softmax.sum(-1)
-        total, chosen = all_reduce(sums, group=group, algorithm="direct")
-
-        number = counted.sum() if mean else counted.new_ones((), dtype=torch.int64)
-        softmax /= total[:, None]
-        ctx.save_for_backward(softmax, here, column, counted, number)
-        return ((total.log() - chosen) * counted).sum() / number
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, here, column, counted, number = ctx.saved_tensors
         gradient = softmax * counted[:, None]
         if gradient.shape[1]:
             gradient.scatter_add_(1, column, -here[:, None].to(gradient.dtype))
         gradient.mul_(g / number.clamp(min=1))
-        return gradient.view(ctx.shape).to(ctx.dtype), None, None, None, None
+        return gradient.view(shape).to(dtype)
+
+    return loss, backward, softmax, here, column, counted, number

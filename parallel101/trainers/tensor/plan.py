@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import nn
 
 from parallel101.trainers.model_layers import order_of
+from parallel101.trainers.options import expect
 
 NAMES = ("column", "column_gather", "row", "vocabulary")
 WANTED = "an nn.Linear", "an nn.Embedding or the nn.Linear of the head"
@@ -74,12 +75,10 @@ def column(*, parts: int = 1, heads: int | str | None = None) -> Style:
 
     Raises ValueError if either is not a whole number, 1 or more (or, for heads, a name).
     """
-    expected = "expected a whole number, 1 or more"
-    if not whole_number(parts):
-        raise ValueError(f"column(parts={parts!r}): {expected}")
+    expected = "a whole number, 1 or more"
+    expect("parts", parts, whole_number(parts), expected)
     named = heads is None or (isinstance(heads, str) and heads.isidentifier())
-    if not named and not whole_number(heads):
-        raise ValueError(f"column(heads={heads!r}): {expected}, or the name of an attribute")
+    expect("heads", heads, named or whole_number(heads), f"{expected}, or an attribute's name")
     return Style("column", parts, heads)
 
 
@@ -89,19 +88,14 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
     An exact name counts for more than a pattern with `*`, and of two patterns the later one.
     Raises ValueError for a style or a pattern that doesn't fit the model.
     """
-    if not plan:
-        raise ValueError(
-            'plan={} cuts nothing: expected names of modules and their styles, or "auto"'
-        )
+    expect("plan", plan, plan, 'names of modules and their styles, or "auto": this cuts nothing')
     named = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
     first = {id(module): name for name, module in reversed(named.items())}
     styles: dict[str, Style] = {}
     for pattern, given in sorted(plan.items(), key=lambda item: "*" not in item[0]):
-        if not isinstance(given, Style) and given not in NAMES:
-            raise ValueError(
-                f"plan: {pattern!r} has the style {given!r}: expected one of "
-                f"{', '.join(map(repr, NAMES))}, or p101.column(…)"
-            )
+        known = isinstance(given, Style) or given in NAMES
+        expected = f"one of {', '.join(map(repr, NAMES))}, or p101.column(…)"
+        expect(f"plan[{pattern!r}]", given, known, expected)
         style = given if isinstance(given, Style) else Style(given)
         table, matches = style.name == "vocabulary", names_of(pattern, list(named))
         kinds = (nn.Linear, nn.Embedding) if table else nn.Linear

@@ -131,8 +131,7 @@ class TensorAxis(Axis):
         them.
         """
         group, position, local = self.axes.along(["tp"]), self.axes.here["tp"], stages.names(model)
-        options = group, self.options.algorithm or "direct", self.options.overlap
-        tp, tp_in_time = TensorGroup(*options), TensorGroup(*options, True, self.options.regather)
+        tp, tp_in_time = (TensorGroup(group, self.options, in_time) for in_time in (False, True))
         named = list(model.named_modules(remove_duplicate=False))
         inside = tuple(f"{entry}." for entry in local)
         here = {n: m for n, m in named if "" in local or f"{n}.".startswith(inside)}

@@ -25,6 +25,7 @@ from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatte
 from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.spans import wait_span
+from parallel101.trainers.options import Options
 
 TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)
 
@@ -35,24 +36,18 @@ class TensorGroup:
 
     Args:
         group: see `group_of`.
-        algorithm: of the collectives.
-        overlap: whether the sum of gradients is in flight while the rank computes.
-        in_time: whether activations are cut along time outside.
-        regather: column layers keep their input as it is cut, and backward gathers it again.
+        options: `algorithm` of the collectives; `overlap`: whether the sum of gradients is in
+            flight while the rank computes.
+        in_time: whether activations are cut along time outside. Then `regather`: column layers keep
+            their input as it is cut, and backward gathers it again.
 
     Attributes: times: how the activations of now are cut over the ranks.
     """
 
-    def __init__(
-        self,
-        group: GroupLike,
-        algorithm: str = "direct",
-        overlap: bool = True,
-        in_time: bool = False,
-        regather: bool = False,
-    ):
-        self.group, self.overlap, self.in_time, self.regather = group, overlap, in_time, regather
-        self.options: dict[str, Any] = {"group": group, "algorithm": algorithm}
+    def __init__(self, group: GroupLike, options: Options, in_time: bool = False):
+        self.group, self.overlap, self.in_time = group, options.overlap, in_time
+        self.regather = in_time and options.regather
+        self.options: dict[str, Any] = {"group": group, "algorithm": options.algorithm or "direct"}
         members = group_of(group)
         self.size, self.position = members.size, members.position or 0
         self.times: Sequence[int] = ()

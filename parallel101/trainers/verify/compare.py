@@ -31,8 +31,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.collectives import broadcast
-from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batches import (
     Batch,
     call,
@@ -121,7 +119,7 @@ def compared(trainer: Trainer, one: OneProcess | None, batch: Share) -> Report:
     if "instead" in plan:
         return Report(**plan["instead"])
     place, shares = trainer.axes.place(SAMPLES), first_of(shares, plan["few"])
-    sent = (of_first(agree, numbers) for numbers in (one.expected if one else itertools.repeat({})))
+    sent = (agree.objects(of_one)[0] for of_one in (one.expected if one else itertools.repeat({})))
     trainer.verification.checks = True  # so that outputs are kept
     try:
         steps_here = training(trainer, [shares[place]], [sorted_samples(shares)[place]], plan)
@@ -136,7 +134,8 @@ def compared(trainer: Trainer, one: OneProcess | None, batch: Share) -> Report:
         raise NotEqualError(Report(cause=words)) from error
     cause = trainer.verification.problem_of_loss(trainer)
     of_ranks = agree.objects([(*key, far[key]) for key in far], first_only=True)
-    rows = [Row(*row) for row in agree.objects(one.result(of_ranks) if one else None)[0]]
+    found = [*map(tuple, one.result(of_ranks))] if one else []
+    rows = [Row(*row) for row in agree.objects(found)[0]]
     if wrong := {row.what for row in rows if row.ratio > 1}:
         cause = NOT_ELEMENTWISE if wrong == {"update"} else cause or hint(trainer)
     return Report(rows, cause=cause, note=plan["note"])
@@ -369,24 +368,6 @@ def go_on_from(trainer: Trainer, numbers: Numbers) -> None:
         else:
             p.grad = None  # whose dtype may be another
             p.grad = None if part is None else part.to(p.grad_dtype or p.dtype, copy=True)
-
-
-def of_first(agree: Agreement, numbers: Numbers) -> Numbers:
-    """Return the first rank's numbers on every rank, where others give {}: one message has the
-    memory of all tensors.
-    """
-    kinds = [(*key, t if t is None else (str(t.dtype)[6:], *t.shape)) for key, t in numbers.items()]
-    received = dict(numbers)
-    for *key, kind in agree.objects(kinds)[0]:
-        dtype = kind and getattr(torch, kind[0])
-        empty = kind and torch.empty(kind[1:], dtype=dtype, device=agree.device)
-        received.setdefault(tuple(key), empty)
-    tensors = [t.reshape(-1).view(torch.uint8) for t in received.values() if t is not None]
-    if tensors:
-        data = broadcast(torch.cat(tensors).to(agree.device), 0, group=agree.group)
-        for t, part in zip(tensors, data.split([len(t) for t in tensors])):
-            t.copy_(part)
-    return received
 
 
 def first_of(shares: list[Share], few: int | None) -> list[Share]:
