@@ -85,9 +85,7 @@ class OneStage(Axis):
     name, local = "pp", frozenset({0})
 
     def __init__(self, model: nn.Module, axes: Axes, options: Options):
-        self.on_stages: Mapping[str, Sequence[int]] = {
-            name: [0] for name, _ in named_tensors(model)
-        }
+        self.on_stages: Mapping[str, Sequence[int]] = {n: [0] for n, _ in named_tensors(model)}
         self.parts: Mapping[int, nn.Module] = {0: model}
         self.sequence = [model]
         self.microbatches = options.accumulate
@@ -134,9 +132,7 @@ class DataAxis(Axis):
 
     def cut(self, model: nn.Module, stages: OneStage) -> None:
         tensors, on_stages = dict(named_tensors(model)), stages.on_stages
-        self.local = {
-            name: tensors[name] for name, used in on_stages.items() if stages.local & {*used}
-        }
+        self.local = {n: tensors[n] for n, used in on_stages.items() if stages.local & {*used}}
         here = [name for name in self.trained if name in self.local]
         self.after = [names for axis in self.others for names in axis.sums(here)]
         data = [axis for axis in self.axes.sizes if axis in DATA]

@@ -73,7 +73,7 @@ def ring_attention(
     """
     given = AttentionCall(group_of(group), causal, layout, sizes, scale, seconds_per_pair)
     (q, k, v), call = checked((q, k, v), given)
-    return RingAttention.apply(q, k, v, call) if call.takes_part else q.new_empty(0)
+    return q.new_empty(0) if call.group.position is None else RingAttention.apply(q, k, v, call)
 
 
 class RingAttention(Function):

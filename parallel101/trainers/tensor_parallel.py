@@ -76,8 +76,8 @@ def column_linear(
     if shared is None or not deferred:
         y = F.linear(whole, layer.weight, layer.bias)
     else:
-        later, kept, again = shared
-        y = split_linear(whole, layer.weight, layer.bias, later, kept=kept, again=again)
+        later, keep = shared
+        y = split_linear(whole, layer.weight, layer.bias, later, keep=keep)
     return y if join is None else tp.join(y, join)
 
 
@@ -90,8 +90,7 @@ def enter(tp: TensorGroup, x: Tensor) -> tuple[Tensor, Any]:
     split = split_backward()  # if there is one, the schedule says when ∂W is computed
     later = WeightGradients() if split is None else split
     whole = sum_backward(x, tp, later if split is None else None)
-    kept = (x.detach(), tp.gather_again()) if tp.regather else (whole, lambda x: x)
-    return whole, (later, *kept)
+    return whole, (later, (x.detach(), tp.gather_again()) if tp.regather else None)
 
 
 def row_linear(layer: nn.Linear, x: Tensor, *, tp: TensorGroup) -> Tensor:

@@ -42,7 +42,6 @@ from parallel101.trainers.options import Trainer, expect, need_numbers
 from parallel101.trainers.step import step as take_step
 from parallel101.trainers.torch_functions import Replacing
 
-END = object()
 SAME_BATCH = (
     "expected the same whole batch on every rank, out of which fit cuts each rank's share. Leave "
     "out DistributedSampler, and give a loader that shuffles with the same seed on all ranks"
@@ -118,16 +117,14 @@ def fit(
 
     stream = map(batches, itertools.count(trainer.steps)) if callable(batches) else iter(batches)
     saved = began_at = trainer.steps
+    left = None if until is None else max(0, until - began_at)
     length = began_at + len(batches) if isinstance(batches, Sized) else None
     total = min((n for n in (until, length) if n is not None), default=None)
     bar = tqdm(
         total=total, initial=began_at, desc="fit", unit="step", disable=not (progress and first)
     )
     with bar:
-        while until is None or trainer.steps < until:
-            batch: Any = next(stream, END)
-            if batch is END:
-                break
+        for batch in itertools.islice(stream, left):
             began = time.perf_counter()
             inputs, targets = inputs_and_targets(trainer, batch)
             named = [(f"tensor {i}", t) for i, t in enumerate(tensors_of((inputs, targets)))]

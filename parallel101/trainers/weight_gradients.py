@@ -94,24 +94,19 @@ def linear(
 
 
 def split_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    later: WeightGradients,
-    *anchor: Tensor,
-    kept: Tensor | None = None,
-    again: Callable[[Tensor], Tensor] = lambda x: x,
+    x: Tensor, weight: Any, bias: Any, later: WeightGradients, *anchor: Tensor, keep: Any = None
 ) -> Tensor:
     """Compute y = x Wᵀ + b, whose backward leaves ∂W and ∂b for later. The parameters are not
     inputs of this node: autograd would call their hooks after its backward.
 
-    The anchor gives it a backward if x needs no gradient. If it keeps something else than x,
-    `again` makes x of that.
+    The anchor gives it a backward if x needs no gradient. `keep`: what it keeps instead of x, and
+    the function that makes x of that.
     """
+    kept, again = keep or (x, lambda x: x)
 
     def forward(x: Tensor) -> tuple[Any, ...]:
         y = F.linear(x, weight, bias).data  # not a view: y may be changed in place
-        return y, backward, x if kept is None else kept, weight
+        return y, backward, kept, weight
 
     def backward(g: Tensor, kept: Tensor, W: Tensor) -> Tensor | None:
         rows, x = positions(g), again(kept)  # (batch · time, features)

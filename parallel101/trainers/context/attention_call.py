@@ -46,10 +46,6 @@ class AttentionCall(NamedTuple):
     scale: Any
     seconds_per_pair: float
 
-    @property
-    def takes_part(self) -> bool:
-        return self.group.position is not None
-
     def visible(self, source: int) -> Seen | None:
         """Return the part of position `source`'s keys that this rank's queries see."""
         assert self.group.position is not None

@@ -46,7 +46,7 @@ def ulysses_attention(
     """
     given = AttentionCall(group_of(group), causal, layout, sizes, scale, seconds_per_pair)
     (q, k, v), call = checked((q, k, v), given)
-    if not call.takes_part:
+    if call.group.position is None:
         return q.new_empty(0)
     n, heads, kv_heads = call.group.size, q.shape[HEADS], k.shape[HEADS]
     if heads % n or kv_heads % n:

@@ -151,10 +151,8 @@ class Schedule:
         return isinstance(other, Schedule) and self.actions == other.actions
 
     def __repr__(self) -> str:
-        return (
-            f"<Schedule: {len(self.ranks)} ranks, {len(self.placement)} stages, "
-            f"{self.microbatches} microbatches>"
-        )
+        counts = len(self.ranks), len(self.placement), self.microbatches
+        return "<Schedule: {} ranks, {} stages, {} microbatches>".format(*counts)
 
     def to_csv(self) -> str:
         """Return one line per rank, as torch.distributed.pipelining writes and reads schedules."""
