@@ -14,7 +14,7 @@ The ideas, each in one file that is read from top to bottom, and that the traine
 Behind them:
 
     hybrid.py, one_axis.py    the public trainers: HybridTrainer, and it on one axis
-    options.py, batches.py, losses.py    what they are given: options, samples, a loss
+    options.py, expect.py, batches.py, losses.py    what they are given, checked
     training_loop.py, checkpoint.py, sharded_optimizer.py, memory.py    besides a step
     axis.py, layout.py      what an axis does to a model; where every parameter is
     gradient_sync.py, flat.py, model_layers.py    the axis dp: what gradients need; odd models

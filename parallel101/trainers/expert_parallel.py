@@ -29,7 +29,7 @@ from parallel101.trainers.axis import Axis, OneStage
 from parallel101.trainers.layout import Axes, Shard
 from parallel101.trainers.options import EXPERTS, Options
 from parallel101.trainers.tensor.plan import names_of
-from parallel101.trainers.torch_functions import Node
+from parallel101.trainers.torch_functions import GraphNode
 
 
 def experts_over_ranks(
@@ -108,7 +108,7 @@ def exchange(way: str, rows: Tensor, counts: RowCounts, *ties: Tensor) -> Tensor
             return all_to_all(rows, split_sizes=sent, concat_sizes=received, group=group)
 
     other = partial(send, "combine" if way == "dispatch" else "dispatch")
-    return Node.apply(lambda rows: (send(way, rows), other), rows, *ties)
+    return GraphNode.apply(lambda rows: (send(way, rows), other), rows, *ties)
 
 
 # ── the axis ep: the modules of a model that hold experts, and how it deals the experts out ──

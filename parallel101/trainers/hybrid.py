@@ -26,6 +26,7 @@ from parallel101.trainers import checkpoint, memory, training_loop
 from parallel101.trainers.agreement import Agreement, named_tensors
 from parallel101.trainers.axis import DataAxis, OneStage
 from parallel101.trainers.batches import Batch
+from parallel101.trainers.expect import expect
 from parallel101.trainers.gradient_sync import nested
 from parallel101.trainers.layout import Axes, Layout, state_names
 from parallel101.trainers.options import (
@@ -34,7 +35,6 @@ from parallel101.trainers.options import (
     Options,
     check_model,
     check_names,
-    expect,
     loss_over,
     need_numbers,
     takes,

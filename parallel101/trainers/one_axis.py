@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from parallel101.mesh import GroupLike, group_of
+from parallel101.trainers.expect import expect
 from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.options import LossFn, OptimizerFn, check_names, expect, takes
+from parallel101.trainers.options import LossFn, OptimizerFn, check_names, takes
 
 COMMON = ("clip_norm", "autocast", "recompute", "precision", "gradient_dtype", "sync", "verify")
 DATA = ("overlap", "bucket_bytes", "algorithm", "accumulate", "sync_batch_norm")

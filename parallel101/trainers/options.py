@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from parallel101.autograd import algorithms
 from parallel101.mesh import Group
 from parallel101.trainers.agreement import named_tensors
+from parallel101.trainers.expect import expect
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.recompute import Recompute
 
@@ -33,14 +34,6 @@ if TYPE_CHECKING:
     from parallel101.trainers.tensor.plan import TensorPlan
 
 EXPERTS = "experts"  # the style of modules that ep cuts, and their usual name
-
-
-def expect(
-    name: str, given: Any, right: Any, expected: str, error: type[Exception] = ValueError
-) -> None:
-    """Raise an error that says what was given, and what was expected, unless that is `right`."""
-    if not right:
-        raise error(f"{name}={given!r}: expected {expected}")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from parallel101.trainers.losses import Losses
 from parallel101.trainers.pipeline.stage_messages import Messages, activations
 from parallel101.trainers.recompute import and_its_repetitions
 from parallel101.trainers.schedules.actions import Action, awaits, partner
-from parallel101.trainers.torch_functions import Node
+from parallel101.trainers.torch_functions import GraphNode
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -146,7 +146,7 @@ class Pipeline:
         if arrived is not None:
             x = arrived.requires_grad_(arrived.is_floating_point())
             # the same memory as a result, which a stage may change in place, and not as a leaf
-            inputs = Node.apply(lambda x: (x.data, lambda g: g), x)
+            inputs = GraphNode.apply(lambda x: (x.data, lambda g: g), x)
         weights = WeightGradients(split=True) if (stage, i) in self.split else None
         splitting = and_its_repetitions(weights.forward) if weights else nullcontext()
         with splitting, self.autocast():

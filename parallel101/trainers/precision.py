@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from parallel101.collectives.meta_device import number_in
 from parallel101.trainers.batches import map_tensors
+from parallel101.trainers.expect import expect
 from parallel101.trainers.gradient_sync import GradientSync
-from parallel101.trainers.options import Options, Trainer, expect
+from parallel101.trainers.options import Options, Trainer
 
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler's
 

@@ -28,7 +28,7 @@ from parallel101.mesh import split_sizes
 from parallel101.spans import span, wait_span
 from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.tensor_group import TensorGroup
-from parallel101.trainers.torch_functions import Node
+from parallel101.trainers.torch_functions import GraphNode
 from parallel101.trainers.weight_gradients import WeightGradients, split_backward, split_linear
 
 
@@ -45,7 +45,7 @@ def sum_backward(x: Tensor, tp: TensorGroup, meanwhile: WeightGradients | None) 
         with wait_span("wait for the sum"):
             return wait()
 
-    return Node.apply(lambda x: (tp.gather(x, tp.times), backward), x)  # x itself: no message
+    return GraphNode.apply(lambda x: (tp.gather(x, tp.times), backward), x)  # x itself: no message
 
 
 def sum_forward(part: Tensor, tp: TensorGroup) -> Tensor:
@@ -57,7 +57,7 @@ def sum_forward(part: Tensor, tp: TensorGroup) -> Tensor:
         times = tp.times
         return y, lambda g: tp.gather(g, times)  # g itself: no message
 
-    return Node.apply(forward, part)
+    return GraphNode.apply(forward, part)
 
 
 # ── layers: what takes the place of the forward of an nn.Linear or nn.Embedding that is cut ──

@@ -4,7 +4,7 @@ backward of their own.
     with Replacing({F.batch_norm: partial(batch_norm, group)}):
         model(x)                                # its BatchNorms take the statistics of all ranks
 
-    y = Node.apply(run, x)                      # run(x) → y, and a function: ∂y → ∂x
+    y = GraphNode.apply(run, x)                 # run(x) → y, and a function: ∂y → ∂x
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Replacing(TorchFunctionMode):
         return self.functions.get(func, func)(*args, **(kwargs or {}))
 
 
-class Node(Function):
+class GraphNode(Function):
     """A node of autograd's graph. `run(x)` returns its result, the function that makes x's gradient
     of the result's, and the tensors that this function takes besides. Autograd saves these.
 

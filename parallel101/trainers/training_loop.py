@@ -36,9 +36,10 @@ from parallel101.trainers.batches import (
     tensors_of,
 )
 from parallel101.trainers.checkpoint import check_place, save
+from parallel101.trainers.expect import expect
 from parallel101.trainers.layout import SAMPLES
 from parallel101.trainers.losses import Losses
-from parallel101.trainers.options import Trainer, expect, need_numbers
+from parallel101.trainers.options import Trainer, need_numbers
 from parallel101.trainers.step import step as take_step
 from parallel101.trainers.torch_functions import Replacing
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.trainers.torch_functions import Node, Replacing
+from parallel101.trainers.torch_functions import GraphNode, Replacing
 
 _thread = threading.local()  # .later: the WeightGradients of the forward that this thread computes
 
@@ -55,7 +55,7 @@ class WeightGradients:
 
         while self.pending:
             with torch.enable_grad():
-                total = Node.apply(number, next(iter(self.pending)))
+                total = GraphNode.apply(number, next(iter(self.pending)))
             total.backward()  # p.backward(sum) would copy the sum into .grad: here it becomes .grad
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ def split_linear(
         return g @ W.to(g.dtype) if wanted else None  # ∂x = g W
 
     wanted = x.requires_grad
-    return Node.apply(forward, x, *anchor)
+    return GraphNode.apply(forward, x, *anchor)
 
 
 def positions(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from parallel101.collectives.meta_device import numbers_device
 from parallel101.mesh import Group
 from parallel101.spans import compute, span, wait_span
 from parallel101.trainers.context.time_layout import Seen, time_sizes, visible
-from parallel101.trainers.options import expect
+from parallel101.trainers.expect import expect
 
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 BACKWARD = 2.5  # times the forward's seconds: five matrix products a block, and two in the forward

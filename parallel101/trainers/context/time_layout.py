@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel101.mesh import GroupLike, group_of, split_ranges
-from parallel101.trainers.options import expect
+from parallel101.trainers.expect import expect
 
 # The part of one rank's keys that another's queries see: the queries that see any of them and the
 # keys that any query sees, as slices of what each holds; whether each query sees the keys up to its

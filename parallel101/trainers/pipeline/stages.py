@@ -23,9 +23,10 @@ from parallel101.collectives.comm import comm_of
 from parallel101.mesh import Group, split_sizes
 from parallel101.trainers.agreement import named_tensors
 from parallel101.trainers.axis import OneStage, Syncs
+from parallel101.trainers.expect import expect
 from parallel101.trainers.layout import Axes, Stages
 from parallel101.trainers.model_layers import order_of
-from parallel101.trainers.options import Options, expect
+from parallel101.trainers.options import Options
 from parallel101.trainers.pipeline.stage_messages import Messages
 from parallel101.trainers.pipeline_parallel import Pipeline, Stage
 from parallel101.trainers.schedules.actions import with_messages

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from parallel101.trainers.options import expect
+from parallel101.trainers.expect import expect
 from parallel101.trainers.schedules.actions import (
     COMMUNICATION,
     FSDP,

@@ -20,8 +20,8 @@ from torch import Tensor
 from parallel101.collectives import all_reduce
 from parallel101.collectives.meta_device import number_in
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.options import expect
-from parallel101.trainers.torch_functions import Node
+from parallel101.trainers.expect import expect
+from parallel101.trainers.torch_functions import GraphNode
 
 
 def vocabulary_cross_entropy(
@@ -61,7 +61,7 @@ def vocabulary_cross_entropy(
         )
     expect("reduction", reduction, reduction in ("mean", "sum"), '"mean" or "sum"')
     run = partial(cross_entropy, targets, group, ignore_index, reduction == "mean")
-    return Node.apply(run, logits)
+    return GraphNode.apply(run, logits)
 
 
 def cross_entropy(

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
+from parallel101.trainers.expect import expect
 from parallel101.trainers.model_layers import order_of
-from parallel101.trainers.options import expect
 
 NAMES = ("column", "column_gather", "row", "vocabulary")
 WANTED = "an nn.Linear", "an nn.Embedding or the nn.Linear of the head"

@@ -21,8 +21,9 @@ from torch import nn
 
 from parallel101.mesh import Group, split_sizes
 from parallel101.trainers.axis import Axis, OneStage
+from parallel101.trainers.expect import expect
 from parallel101.trainers.layout import Axes, Shard
-from parallel101.trainers.options import Options, expect, is_vocabulary_loss
+from parallel101.trainers.options import Options, is_vocabulary_loss
 from parallel101.trainers.tensor.plan import (
     Style,
     auto_plan,
