@@ -291,7 +291,12 @@ class Captions:
         # with more messages, ranks pass on what others sent
         rounds = (1, 2) if self.operation == "all-reduce" else (1,)
         if len(links) == n * (n - 1) and len(replay.messages) in [len(links) * k for k in rounds]:
-            return "Pairwise" if self._one_by_one else "Direct"
+            for rank in replay.ranks:  # pairwise, a send waits for the message before it
+                posted = sorted(m.send.posted for m in replay.messages if m.src == rank)
+                arrived = sorted(m.recv.end for m in replay.messages if m.dst == rank)
+                if any(after < before for after, before in zip(posted[1:], arrived)):
+                    return "Direct"
+            return "Pairwise"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""
         steps = [[replay.messages[i] for i in replay.in_step(s)] for s in range(replay.steps)]
@@ -318,16 +323,6 @@ class Captions:
                 ways.setdefault(landing.chunk, place(m.src) // columns == place(m.dst) // columns)
         arcs = replay.topology.wrap_around
         return set(ways.values()) == {True} and not any((b, a) in arcs for a, b in arcs)
-
-    @cached_property
-    def _one_by_one(self) -> bool:
-        """True if each rank posts a send only when it has received the message before it."""
-        for rank in self.replay.ranks:
-            posted = sorted(m.send.posted for m in self.replay.messages if m.src == rank)
-            arrived = sorted(m.recv.end for m in self.replay.messages if m.dst == rank)
-            if any(after < before for after, before in zip(posted[1:], arrived, strict=False)):
-                return False
-        return True
 
 
 def matrix_sentence(

@@ -60,8 +60,11 @@ def deadlock_scene(
     middle, least, least_narrow, below = (
         (232.0, 404, 704, 290) if len(everyone) > 2 else (150.0, 238, 360, 130)
     )
-    rows = min(len(waiting), MOST_ROWS)
-    end = math.ceil(middle + 22.0 * rows + 18 * len(_note_lines(notes)) + 24)
+    rows, lines = min(len(waiting), MOST_ROWS), list[tuple[str, str]]()  # of notes; with its class
+    for note, where in notes[:MOST_NOTES]:
+        lines += [(line, "m") for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
+        lines += [(_line(where), "m code")] if where else []
+    end = math.ceil(middle + 22.0 * rows + 18 * len(lines) + 24)
     scene = Scene(960, max(least, end), "Deadlock: who waits for whom", description)
     scene.style += STYLE
     scene.narrow = (480, max(least_narrow, below + end))
@@ -107,8 +110,8 @@ def deadlock_scene(
     if len(shown) < len(calls):
         panel.write(f"and {len(calls) - len(shown)} more", 496, y, 14, "m")
         y += 44
-    for text, code in _note_lines(notes):
-        panel.write(text, 430, y, 12.5 if code else 13, "m code" if code else "m")
+    for text, look in lines:
+        panel.write(text, 430, y, 13 if look == "m" else 12.5, look)
         y += 18
     return scene
 
@@ -129,15 +132,6 @@ def _bow(a: Point, b: Point, node: float) -> str:
     part = (node + 2) / math.hypot(x - a[0], y - a[1])
     (x0, y0), (x1, y1) = ((p + part * (x - p), q + part * (y - q)) for p, q in (a, b))
     return f"M{x0:.1f} {y0:.1f}Q{x:.1f} {y:.1f} {x1:.1f} {y1:.1f}"
-
-
-def _note_lines(notes: Notes) -> list[tuple[str, bool]]:
-    """Return the first notes, wrapped to the panel's width, as (line, whether it is code)."""
-    lines: list[tuple[str, bool]] = []
-    for note, where in notes[:MOST_NOTES]:
-        lines += [(line, False) for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
-        lines += [(_line(where), True)] if where else []
-    return lines
 
 
 def _line(where: str) -> str:

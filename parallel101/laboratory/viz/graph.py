@@ -30,14 +30,7 @@ def draw_graph(scene: Scene, timing: Timing, phases: list[str]) -> None:
     """Add the ranks, their links, their messages and the ring of steps to the scene."""
     scene.style += STYLE
     panel, diagram = scene.panel(narrow="translate(18,-16)"), diagram_of(timing.replay.topology)
-    _links(scene, panel, diagram)
-    draw_step_ring(panel, timing, phases, diagram.clock)
-    _ranks(panel, diagram)
-    _messages(panel, diagram, timing)
-
-
-def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
-    links = diagram.topology.links
+    topology, links = diagram.topology, diagram.topology.links
     size = 6 if diagram.node > 15 else 5
     scene.definitions.append(
         f'<marker id="tip" viewBox="0 0 8 8" refX="6.5" refY="4" markerWidth="{size}" '
@@ -54,6 +47,25 @@ def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
         width = 1 if many else 1.5 if len(links) > 24 else 2
         d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         panel.add("path", d=d, class_="link", stroke_width=width, **({} if many else tips))
+    draw_step_ring(panel, timing, phases, diagram.clock)
+    for rank in topology.order:
+        draw_rank(panel, rank, diagram.at[rank], diagram.node)
+    top = topology.root if topology.kind == "tree" else None
+    if topology.kind in ("ring", "chain"):
+        top = topology.order[0]
+    if top is not None:
+        panel.write("rank", diagram.at[top][0], diagram.at[top][1] - diagram.node - 7, 12, "m c")
+
+    for name, vertical in zip(topology.axes, (False, True)):
+        if name:  # of a mesh: below a rank of the lowest row, and along the first column
+            x0, y0 = diagram.at[topology.order[0]]
+            x, y = diagram.at[topology.order[-1 - topology.columns // 2]]
+            x, y = (
+                (x0 - diagram.node - 12, (y0 + y) / 2) if vertical else (x, y + diagram.node + 13)
+            )
+            turned = f"rotate(-90 {x:.1f} {y:.1f})" if vertical else None
+            panel.write(f"← {name}" if vertical else f"{name} →", x, y, 13, "m c", transform=turned)
+    _messages(panel, diagram, timing)
 
 
 def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
@@ -75,27 +87,6 @@ def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
     middle = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
     curve = _curve(start, middle, end)
     return [p for p in curve if min(math.dist(p, start), math.dist(p, end)) >= reach - 1]
-
-
-def _ranks(panel: Node, diagram: Diagram) -> None:
-    topology = diagram.topology
-    for rank in topology.order:
-        draw_rank(panel, rank, diagram.at[rank], diagram.node)
-    top = topology.root if topology.kind == "tree" else None
-    if topology.kind in ("ring", "chain"):
-        top = topology.order[0]
-    if top is not None:
-        panel.write("rank", diagram.at[top][0], diagram.at[top][1] - diagram.node - 7, 12, "m c")
-
-    for name, vertical in zip(topology.axes, (False, True)):
-        if name:  # of a mesh: below a rank of the lowest row, and along the first column
-            x0, y0 = diagram.at[topology.order[0]]
-            x, y = diagram.at[topology.order[-1 - topology.columns // 2]]
-            x, y = (
-                (x0 - diagram.node - 12, (y0 + y) / 2) if vertical else (x, y + diagram.node + 13)
-            )
-            turned = f"rotate(-90 {x:.1f} {y:.1f})" if vertical else None
-            panel.write(f"← {name}" if vertical else f"{name} →", x, y, 13, "m c", transform=turned)
 
 
 def draw_step_ring(

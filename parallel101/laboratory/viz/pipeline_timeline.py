@@ -165,8 +165,15 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes], chunks: int, common
 
 
 def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: int) -> None:
-    """Draw a row for each rank, and the messages between them, if they are few enough."""
+    """Draw a row for each rank, and the messages between them, if they are few enough.
+
+    At its right are the activations that a rank holds at most, as a number and as squares, in as
+    few lines as lets them be large. As the picture plays, those held at that time are filled.
+    """
     scene, x, tall = rows.scene, rows.x, row - 2
+    columns = [-(-max(most, 1) // n) for n in range(1, 6)]  # of n lines
+    sizes = (min(11.0, tall / n, (HELD_END - HELD) / c) for n, c in enumerate(columns, 1))
+    pitch, across = max(zip(sizes, columns))
     place = {rank: top + i * row for i, rank in enumerate(times.ranks)}
     named = any(times.stages(rank) != [rank] for rank in times.ranks)
     for rank, y in place.items():
@@ -181,7 +188,22 @@ def _panel(rows: TimeRows, times: PipelineTimes, top: float, row: float, most: i
         else:
             rows.rank(rank, y + tall / 2 + 4, min(12.5, tall))
         rows.draw(_bars(times, rank, tall), y)
-        _held(rows, times, rank, most, y, tall)
+        peak = times.peak(rank)
+        scene.write(peak, 932, y + tall / 2 + 5, min(15, tall), "b e")
+        if not 0 < most <= MOST_SQUARES:
+            continue
+        deep, played = -(-peak // across), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1)
+        steps = [(playing(rows, time), count) for time, count in times.held(rank)]
+        ends = [*(t for t, _ in steps[1:]), math.inf]
+        for i in range(peak):
+            line, column = divmod(i, across)
+            corner = HELD + column * pitch, y + tall / 2 + (line - deep / 2) * pitch
+            scene.rect(*corner, pitch - 2.2, pitch - 2.2, "most")
+            # of the steps in which it is held; the cursor ends before the picture does
+            spans = [(t, end) for (t, n), end in zip(steps, ends) if n > i and end > t]
+            filled = union((t, min(end, LEAD + SWEEP)) for t, end in spans)
+            square = scene.rect(*corner, pitch - 2.2, pitch - 2.2, "f0 held")
+            square.show((0.0, LEAD), *filled, played)
     lines = ""
     for src, dst, start, end in times.messages:  # from rim to rim
         low = (tall - 3, 3) if place[dst] > place[src] else (3, tall - 3)
@@ -212,36 +234,6 @@ def _bars(times: PipelineTimes, rank: int, tall: float) -> Iterator[Bar]:
     for start, end in times.bubbles(rank):
         title = f"rank {rank} waits: {duration(end - start, times.recorded)}"
         yield Bar(start, end, "idle", title, 0.0, tall)
-
-
-def _held(
-    rows: TimeRows, times: PipelineTimes, rank: int, most: int, y: float, tall: float
-) -> None:
-    """Draw the most activations that a rank holds, as a number and as squares.
-
-    The squares are in as few lines as lets them be large. As the picture plays, the activations
-    held at that time are filled.
-    """
-    scene, peak = rows.scene, times.peak(rank)
-    scene.write(peak, 932, y + tall / 2 + 5, min(15, tall), "b e")
-    if not 0 < most <= MOST_SQUARES:
-        return
-    columns = [-(-most // n) for n in range(1, 6)]  # of n lines
-    pitch, across = max(
-        (min(11.0, tall / n, (HELD_END - HELD) / c), c) for n, c in enumerate(columns, 1)
-    )
-    lines, played = -(-peak // across), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1)
-    steps = [(playing(rows, time), count) for time, count in times.held(rank)]
-    ends = [*(t for t, _ in steps[1:]), math.inf]
-    for i in range(peak):
-        line, column = divmod(i, across)
-        place = HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch
-        scene.rect(*place, pitch - 2.2, pitch - 2.2, "most")
-        # of the steps in which it is held; the cursor ends before the picture does
-        spans = [(t, end) for (t, n), end in zip(steps, ends) if n > i and end > t]
-        filled = union((t, min(end, LEAD + SWEEP)) for t, end in spans)
-        square = scene.rect(*place, pitch - 2.2, pitch - 2.2, "f0 held")
-        square.show((0.0, LEAD), *filled, played)
 
 
 def playing(rows: TimeRows, time: float) -> float:

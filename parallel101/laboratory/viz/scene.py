@@ -367,12 +367,9 @@ _LOOP_OR_STILL = (
 )
 _HERE = Path(__file__).parent
 PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
-PLAYER_CSS = (
-    (_HERE / "player.css")
-    .read_text(encoding="utf-8")
-    .replace("/*LIGHT*/", variables("light"))
-    .replace("/*DARK*/", variables("dark"))
-)
+PLAYER_CSS = (_HERE / "player.css").read_text(encoding="utf-8")
+for _theme in THEMES:
+    PLAYER_CSS = PLAYER_CSS.replace(f"/*{_theme.upper()}*/", variables(_theme))
 
 
 def check_ranks(ranks: int, most: int, instead: str = "use fewer") -> None:

@@ -33,9 +33,8 @@ LOOK: dict[str, Any] = {
     "style": {"description_width": "110px"},
 }
 BYTES = {"b": 1.0, "byte": 1.0, "bytes": 1.0}
-BYTES |= {f"{prefix}b": 1000.0**k for k, prefix in enumerate("kmgt", 1)} | {
-    f"{prefix}ib": 1024.0**k for k, prefix in enumerate("kmgt", 1)
-}
+for k, prefix in enumerate("kmgt", 1):
+    BYTES |= {f"{prefix}b": 1000.0**k, f"{prefix}ib": 1024.0**k}
 SECONDS = {"s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "μs": 1e-6}
 TOLERANCE = 0.01
 MARKS = {"right": "✓ ", "too low": "✗ ", "too high": "✗ ", "": ""}
