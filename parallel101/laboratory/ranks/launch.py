@@ -29,7 +29,7 @@ from parallel101.laboratory.ranks.pickling import pack, unpack
 from parallel101.laboratory.ranks.processes import Rendezvous, preload, start_ranks
 from parallel101.laboratory.ranks.program import SLOW_IMPORTS, USE_DYNAMO
 from parallel101.laboratory.ranks.torchrun import in_a_job, join_job
-from parallel101.laboratory.ranks.wire import JOB, PROGRAM, RECORD, Job, RankRecord
+from parallel101.laboratory.ranks.wire import JOB, PROGRAM, RECORD, RESULT, Job, RankRecord
 from parallel101.laboratory.record import process_groups
 from parallel101.laboratory.record.calls import never_waited
 from parallel101.laboratory.record.errors import (
@@ -275,7 +275,7 @@ def launch(
         _check_waits(monitor.records())
         for warning in (text for record in monitor.records() for text in record.warnings):
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
-        results = [unpack(*packed) for packed in monitor.results()]
+        results = [unpack(*packed) for packed in monitor.said(RESULT)]
         if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
             results = [unpack(*packed) for packed in results[0]]
         monitor.let_exit()

@@ -327,8 +327,7 @@ class Monitor:
         """
         if self.job.recording:
             self.ask(RECORD)  # and with them, the newest calls
-        failures = [rank.said[FAILURE] for rank in self.ranks if FAILURE in rank.said]
-        failures.sort(key=lambda failure: (failure.consequence, failure.rank))
+        failures = sorted(self.said(FAILURE), key=lambda failed: (failed.consequence, failed.rank))
         # a rank may have found the misuse before anything broke
         misused = [failure for failure in failures if isinstance(failure.error, MisuseError)]
         if not misused:
@@ -363,9 +362,10 @@ class Monitor:
             ),
             TO_FAIL,
         )
-        failed = [other.said[FAILURE] for other in self.ranks if FAILURE in other.said]
         graph.ranks[rank.rank] = replace(graph.ranks[rank.rank], blocked=None)
-        others = rank_lines(graph, {f.rank: RankStack(f.rank, f.place, []) for f in failed})
+        others = rank_lines(
+            graph, {f.rank: RankStack(f.rank, f.place, []) for f in self.said(FAILURE)}
+        )
         aborts = ABORTS in rank.said
         if aborts or TOO_LONG.search(stderr):
             self.ask(RECORD)
@@ -394,7 +394,7 @@ class Monitor:
         for rank in self.ranks:
             rank.said.pop(STACKS, None)
         self.ask(STACKS, TO_ANSWER)
-        return {stack.rank: stack for rank in self.ranks for stack in rank.said.get(STACKS, ())}
+        return {stack.rank: stack for stacks in self.said(STACKS) for stack in stacks}
 
     def ask(self, kind: bytes, seconds: float = 0.5) -> None:
         """Ask the ranks that run for a frame that they have not sent, and wait for it."""
@@ -406,11 +406,11 @@ class Monitor:
 
     def records(self) -> list[RankRecord]:
         """Return the records of the ranks, as far as they have sent them."""
-        return [rank.said[RECORD][0] for rank in self.ranks if RECORD in rank.said]
+        return [record for record, _ in self.said(RECORD)]
 
-    def results(self) -> list[tuple[bytes, list]]:
-        """Return what the ranks returned, packed."""
-        return [rank.said[RESULT] for rank in self.ranks if RESULT in rank.said]
+    def said(self, kind: bytes) -> list[Any]:
+        """Return the newest frame of a kind of each rank that has sent one. Results are packed."""
+        return [rank.said[kind] for rank in self.ranks if kind in rank.said]
 
     def let_exit(self, kind: bytes = EXIT, value: Any = None, seconds: float = 5.0) -> None:
         """Tell all ranks that the run is over, and wait until they have ended.

@@ -23,19 +23,12 @@ from collections.abc import Mapping
 # (slurm/slurm.h)
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-Names = tuple[str, str, str, str]  # of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
+TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+# the others' names of these, as far as they have one
 # mpirun before srun: it may use srun to start its daemons, and these have a step's variables
-MPIRUN: tuple[Names, ...] = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-SRUN: Names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
-TORCHRUN: Names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -43,18 +36,12 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Empty if it is not a rank of a job.
     """
-    for rank, size, *local in (TORCHRUN, *MPIRUN, SRUN):
-        if rank not in environ or size not in environ:
-            continue
-        if rank == "SLURM_PROCID" and not _in_a_step(environ):
-            continue
-        if rank != "RANK" and environ[size] == "1":
-            continue
-        variables = {"RANK": environ[rank], "WORLD_SIZE": environ[size]}
-        for name, theirs in zip(TORCHRUN[2:], local):
-            if theirs in environ:
-                variables[name] = environ[theirs]
-        return variables
+    for names in (TORCHRUN, OPEN_MPI, MPICH, SRUN):
+        variables = {own: environ[name] for own, name in zip(TORCHRUN, names) if name in environ}
+        no_job = names is not TORCHRUN and variables.get("WORLD_SIZE") == "1"
+        no_step = names is SRUN and not _in_a_step(environ)
+        if {"RANK", "WORLD_SIZE"} <= variables.keys() and not (no_job or no_step):
+            return variables
     return {}
 
 

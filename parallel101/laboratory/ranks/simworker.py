@@ -64,7 +64,6 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     failures: dict[int, tuple[bytes, list]] = {}  # pickled, by rank
     gpus: dict[int, GpuCount] = {}
     watcher = SimWatcher(wire)
-    watcher.start()
 
     def ends(code: int) -> NoReturn:
         """End only the virtual rank that ends itself, and not this process, which is all ranks."""
@@ -149,30 +148,27 @@ class SimWatcher(ControlThread):
     def __init__(self, wire: Wire):
         super().__init__(wire)
         self.threads: dict[int, int] = {}
-        self.shared: SharedState | None = None
         self.clock = QuietClock()
 
     def watch(self, shared: SharedState) -> None:
+        """Begin, when the virtual ranks do."""
         self.shared = shared
+        self.start()
 
     def look(self) -> None:
         """Note whether the virtual ranks make progress."""
-        if self.shared is not None:
-            world = self.shared.world
-            self.clock.look((world.now, world.round, world._current, len(world.events)))
+        world = self.shared.world
+        self.clock.look((world.now, world.round, world._current, len(world.events)))
 
     def send_record(self) -> None:
-        if (shared := self.shared) is not None:
-            unfinished: list[EventRow] = []
-            # the ranks go on meanwhile, and may change what is being read
-            with contextlib.suppress(RuntimeError):
-                unfinished = shared.unfinished()
-            record = RankRecord(list(shared.world.events), unfinished)
-            self.wire.send(RECORD, (record, RankStatus()))
+        unfinished: list[EventRow] = []
+        # the ranks go on meanwhile, and may change what is being read
+        with contextlib.suppress(RuntimeError):
+            unfinished = self.shared.unfinished()
+        record = RankRecord(list(self.shared.world.events), unfinished)
+        self.wire.send(RECORD, (record, RankStatus()))
 
     def stacks(self) -> list[RankStack]:
-        if self.shared is None:
-            return []
         self.look()
         world, waits, stacks = self.shared.world, {}, []
         for rank in [*world.ranks, *([] if world.second is None else world.second.ranks)]:

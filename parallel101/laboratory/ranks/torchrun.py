@@ -53,6 +53,7 @@ from parallel101.laboratory.ranks.wire import (
     EXIT,
     FAILED,
     LEAVES,
+    RESULT,
     WANTS_REPORT,
     Job,
     RankRecord,
@@ -220,7 +221,7 @@ class MonitorThread(threading.Thread):
             monitor.watch()
             results = [
                 (body, [pickle.PickleBuffer(buffer) for buffer in buffers])
-                for body, buffers in monitor.results()
+                for body, buffers in monitor.said(RESULT)
             ]
             kind, value = EXIT, (results, monitor.records())
         except Exception as error:

@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -146,24 +147,26 @@ def before_exits(call: Callable[[int], Any]) -> Iterator[None]:
     It does so by os._exit, by os.abort, or by a signal to itself, whose code is negative. What it
     has forked, such as a DataLoader's worker, is another process.
     """
-    own, real = os.getpid(), {name: getattr(os, name) for name in ("_exit", "abort", "kill")}
+    own = os.getpid()
 
-    def replaced(name: str, code_of: Callable[..., int]) -> Callable[..., Any]:
+    def replaced(
+        real: Callable[..., Any], code_of: Callable[..., int | None]
+    ) -> Callable[..., Any]:
         def function(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() == own and (name != "kill" or args[0] == own):
-                call(code_of(*args, **kwargs))
-            return real[name](*args, **kwargs)
+            code = code_of(*args, **kwargs)
+            if os.getpid() == own and code is not None:
+                call(code)
+            return real(*args, **kwargs)
 
         return function
 
-    os._exit = replaced("_exit", lambda status: status)
-    os.abort = replaced("abort", lambda: -signal.SIGABRT)
-    os.kill = replaced("kill", lambda pid, number: -number)
-    try:
+    with mock.patch.multiple(
+        os,
+        _exit=replaced(os._exit, lambda status: status),
+        abort=replaced(os.abort, lambda: -signal.SIGABRT),
+        kill=replaced(os.kill, lambda pid, number: -number if pid == own else None),
+    ):
         yield
-    finally:
-        for name, function in real.items():
-            setattr(os, name, function)
 
 
 HANDLER = ctypes.CFUNCTYPE(None)

@@ -77,15 +77,13 @@ def main(*, control: int, status: int = -1) -> NoReturn:
 
 def run_real_rank(rank: int, job: Job, rendezvous: str, wire: Wire, loaded: set[str]) -> None:
     """Run the program as one real rank. `rendezvous`: the path of the file by which ranks meet."""
-    packed = wire.receive_packed()[1:]
+    packed = [wire.receive_packed()[1:]]
     watcher = Watcher(RankRecorder(rank, **job.recorder_options), wire)
     watcher.start()
 
     def load() -> tuple[Callable, tuple, dict]:
-        nonlocal packed
         _keep_send_buffers_small()  # now, since the ranks are connected
-        program, packed = unpack_program(*packed), (b"", [])
-        return program
+        return unpack_program(*packed.pop())  # the program alone holds its memory
 
     run_rank(job, watcher, rank, lambda: dist.FileStore(rendezvous), load, loaded)
     watcher.may_exit.wait()
