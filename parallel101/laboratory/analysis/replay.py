@@ -10,6 +10,7 @@ here knows the name of an algorithm.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,7 +76,14 @@ class Replay:
 
     def in_step(self, step: int) -> list[int]:
         """Return the indices of a step's messages."""
-        return [i for i, its_step in enumerate(self.step) if its_step == step]
+        return self._by_step[step]
+
+    @cached_property
+    def _by_step(self) -> dict[int, list[int]]:
+        by_step: dict[int, list[int]] = defaultdict(list)
+        for i, step in enumerate(self.step):
+            by_step[step].append(i)
+        return by_step
 
     @cached_property
     def connected(self) -> dict[int, set[int]]:

@@ -116,10 +116,23 @@ class Call(NamedTuple):
         payload: list | None = None,
     ) -> Event:
         """Return the event of this call. On NCCL its times are moments of the GPU's clock."""
-        peer = self.peer if self.kind in P2P else self.root
-        times, data = (start, end, self.where, posted), (self.shape, self.dtype, payload)
-        of = self.rank, self.kind, peer, self.tag, self.nbytes
-        return Event(*of, *times, group, self.seq, *data, self.op)
+        return Event(
+            rank=self.rank,
+            kind=self.kind,
+            peer=self.peer if self.kind in P2P else self.root,
+            tag=self.tag,
+            nbytes=self.nbytes,
+            start=start,
+            end=end,
+            where=self.where,
+            posted=posted,
+            group=group,
+            seq=self.seq,
+            shape=self.shape,
+            dtype=self.dtype,
+            payload=payload,
+            name=self.op,
+        )
 
 
 def operation_on_ranks(collective: Collective | None) -> OperationOnRanks | None:
