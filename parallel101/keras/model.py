@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel101.autograd import gather_from_group
 from parallel101.collectives import all_gather, barrier
 from parallel101.keras.dense import Freezing, cut_model, graph_of, trainable
-from parallel101.keras.randomness import Draws, draw_alike, nothing_drawn
+from parallel101.keras.randomness import draw_alike, nothing_drawn, own_draws, seeds_of
 from parallel101.keras.sharded_model import ShardedModel
 from parallel101.keras.shards import Shards, axes_of
 from parallel101.keras.supported import check_methods, check_model, check_optimizer, check_samples
@@ -111,7 +111,6 @@ class ParallelKeras(ShardedModel):
                 self.inner, self.plan = cut_model(model, plan, self.tp)
         self.freezing = Freezing(model, self.inner)
         self.shards = Shards(self.inner, self.axes, zero_stage)
-        self.draws = Draws(self.inner, self.dp.position or 0, self.agree.device)
         self.names = {v.path: own.path for v, own in zip(model.weights, self.inner.weights)}
         # compile(loss={"name of an output": …})
         self.output_names = getattr(self.inner, "output_names", None)
@@ -140,7 +139,9 @@ class ParallelKeras(ShardedModel):
             )
         sizes = split_sizes(total, self.dp.size)
         mine = keras.tree.map_structure(lambda t: t.split(sizes)[self.dp.position], x)
-        with self.draws.own() if training and self.dp.size > 1 else nullcontext():
+        seeds = seeds_of(self.inner) if training and self.dp.size > 1 else []
+        own = own_draws(seeds, self.dp.position or 0, self.agree.device) if seeds else nullcontext()
+        with own:
             outputs = self.run(mine, training)
         if self.dp.size == 1:
             return outputs
@@ -167,7 +168,7 @@ class ParallelKeras(ShardedModel):
         self.freezing.follow()
         trains = [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
         x, y, sample_weight = self.checked(data, trains)
-        if self.draws.seeds and len(self.agree.ranks) > 1:
+        if seeds_of(self.inner) and len(self.agree.ranks) > 1:
             draw_alike(self.agree)
         sync, optimizer = self.shards.sync, self.optimizer
         self.inner.zero_grad()
@@ -271,11 +272,10 @@ class ParallelKeras(ShardedModel):
         optimizer, named = self.optimizer, dict(zip(self.reached, gradients))
         if not optimizer.clipnorm and not optimizer.global_clipnorm:
             return type(optimizer)._clip_gradients(optimizer, gradients)
-        norms = self.shards.norms(named)
-        if most := optimizer.clipnorm:
-            return [g * (most / max(norms[name], most)) for name, g in named.items()]
-        most = optimizer.global_clipnorm
-        return [g * (most / max(math.hypot(*norms.values()), most)) for g in gradients]
+        norms, most = self.shards.norms(named), optimizer.clipnorm or optimizer.global_clipnorm
+        if not optimizer.clipnorm:
+            norms = dict.fromkeys(norms, math.hypot(*norms.values()))
+        return [g * (most / max(norms[name], most)) for name, g in named.items()]
 
     def fit(
         self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kw
@@ -290,14 +290,12 @@ class ParallelKeras(ShardedModel):
             used = callbacks.callbacks
         else:
             callbacks = used = [*keras.tree.flatten(callbacks or []), same_order]
-        kind = keras.callbacks.BackupAndRestore
-        backups = [i for i, callback in enumerate(used) if isinstance(callback, kind)]
-        for i in backups if self.axes.position else []:
-            used[i] = BackupElsewhere(used[i])
+        if self.axes.position:
+            kind = keras.callbacks.BackupAndRestore
+            used[:] = [BackupElsewhere(own) if isinstance(own, kind) else own for own in used]
         shown = self.shown(verbose)
         history = super().fit(x, y, batch_size, epochs, shown, callbacks, *args, **kw)
-        if backups:
-            barrier(group=self.agree.group)  # position 0 has deleted its files
+        barrier(group=self.agree.group)  # position 0 has deleted the files of a BackupAndRestore
         if self.optimizer.use_ema:
             self.shards.sync.publish()
         return history

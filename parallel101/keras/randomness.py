@@ -23,40 +23,35 @@ from parallel101.trainers.agreement import Agreement
 FAR_APART = 0x9E3779B1
 
 
-class Draws:
-    """The sources of random numbers in a model's layers.
+def seeds_of(model: Any) -> list[Any]:
+    """Return the variables in which layers keep their seeds.
 
-    Attributes:
-        seeds: the variables in which layers keep their seeds. Without any, the model draws no
-            random numbers.
+    Without any, the model draws no random numbers.
     """
+    weights = {id(v) for v in model.weights}
+    return [v for v in model.variables if id(v) not in weights]
 
-    def __init__(self, model: Any, position: int, device: torch.device):
-        weights = {id(v) for v in model.weights}
-        self.seeds = [v for v in model.variables if id(v) not in weights]
-        offset = (position * FAR_APART + 2**31) % 2**32 - 2**31  # an int32, as the seeds are
-        self.position, self.device = position, device
-        self.offset = torch.tensor([offset, 0], device=device)
 
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Draw different random numbers on each rank inside the block.
+@contextmanager
+def own_draws(seeds: list[Any], position: int, device: torch.device) -> Iterator[None]:
+    """Draw different random numbers on each rank inside the block.
 
-        Afterwards all ranks draw the same numbers again.
-        """
-        if not self.seeds:
+    Afterwards all ranks draw the same numbers again.
+    """
+    seed, apart = int(torch.randint(2**31, ())), position * FAR_APART
+    offset = (apart + 2**31) % 2**32 - 2**31  # an int32, as the seeds are
+
+    def shift(by: int) -> None:
+        for v in seeds:
+            v.assign(v.value + torch.tensor([by, 0]).to(v.value))
+
+    shift(offset)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed + apart)
             yield
-            return
-        seed = int(torch.randint(2**31, ()))
-        for v in self.seeds:
-            v.assign(v.value + self.offset.to(v.value.dtype))
-        try:
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(seed + self.position * FAR_APART)
-                yield
-        finally:
-            for v in self.seeds:
-                v.assign(v.value - self.offset.to(v.value.dtype))
+    finally:
+        shift(-offset)
 
 
 def draw_alike(agree: Agreement) -> None:
@@ -64,13 +59,12 @@ def draw_alike(agree: Agreement) -> None:
 
     Keras shuffles with the CPU's random numbers. Collective.
     """
-    state = broadcast(torch.get_rng_state().to(agree.device), 0, group=agree.group)
-    torch.set_rng_state(state.cpu())
+    generators = [torch.default_generator]
     if agree.device.type == "cuda":
-        state = broadcast(
-            torch.cuda.get_rng_state(agree.device).to(agree.device), 0, group=agree.group
-        )
-        torch.cuda.set_rng_state(state.cpu(), agree.device)
+        generators.append(torch.cuda.default_generators[agree.device.index])
+    for generator in generators:
+        state = broadcast(generator.get_state().to(agree.device), 0, group=agree.group)
+        generator.set_state(state.cpu())
 
 
 @contextmanager

@@ -375,6 +375,8 @@ def drawn_masks():
 
 
 def drawn_in_two_steps(model, keras):
+    from parallel101.keras.randomness import seeds_of
+
     def loss(y, predicted):
         outputs.append(predicted.detach().clone())
         return predicted.mean(-1)
@@ -385,7 +387,7 @@ def drawn_in_two_steps(model, keras):
     x = torch.ones(2, 40, dtype=torch.float64).numpy()
     for _ in range(2):
         model.train_on_batch(x, x[:, :1])
-    seeds = [v.value.detach().clone() for v in model.draws.seeds]
+    seeds = [v.value.detach().clone() for v in seeds_of(model.inner)]
     return outputs[-2:], [*seeds, torch.get_rng_state()]
 
 
