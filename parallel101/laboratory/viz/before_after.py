@@ -138,8 +138,18 @@ def before_after_scene(
         draw_caption(sentences, text, (LEAD, scene.duration + 1), wrong=wrong)
     sums = after.add("g").show((scene.duration - LAST, scene.duration + 1))
     for cell, block in cells.items():
-        if _summed(replay, block):
-            _marks(sums, new, replay, block, cell)
+        if _summed(replay, block):  # its letter, and what it lacks or contains more than once
+            assert block.chunk is not None
+            x, y, width, tall = new.inside(*cell)
+            of, chunk = block.counts, replay.chunks[block.chunk]
+            gone = lacks(replay, replay.ranks[cell[0]], block.chunk)
+            flags = [f"×{of[r]}" if of[r] > 1 else GONE if r in gone else "" for r in chunk.stripes]
+            twice = any(of[rank] > 1 for rank in chunk.stripes)
+            room = tall > 30  # for the flags below the letter
+            new.faults(sums, cell, flags, tall - 10 if room else None)
+            if not twice or room:
+                inside = x, y, width, tall * (0.56 if twice else 1.0)
+                sums.label(chunk.label, inside, "b over", min(15.0, 0.62 * tall), 0)
     return scene
 
 
@@ -173,18 +183,3 @@ def _block(parent: Node, replay: Replay, block: ChunkPart, place: Box) -> None:
 def _summed(replay: Replay, block: ChunkPart) -> bool:
     """Return whether a block has a stripe for each rank whose data belongs in it."""
     return replay.sums and block.chunk is not None and len(replay.chunks[block.chunk].stripes) > 1
-
-
-def _marks(parent: Node, grid: Grid, replay: Replay, block: ChunkPart, cell: Cell) -> None:
-    """Draw the letter of a sum, and what it lacks or contains more than once."""
-    assert block.chunk is not None
-    place, counts, row = grid.inside(*cell), block.counts, replay.ranks[cell[0]]
-    gone, stripes = lacks(replay, row, block.chunk), replay.chunks[block.chunk].stripes
-    twice = any(counts[rank] > 1 for rank in stripes)
-    high = place[3] > 30  # room for the flags below the letter
-    faults = [f"×{counts[r]}" if counts[r] > 1 else GONE if r in gone else "" for r in stripes]
-    grid.faults(parent, cell, faults, place[3] - 10 if high else None)
-    if not twice or high:
-        inside = (*place[:3], place[3] * (0.56 if twice else 1.0))
-        label = replay.chunks[block.chunk].label
-        parent.label(label, inside, "b over", min(15.0, 0.62 * place[3]), 0)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from parallel101.laboratory.record.units import ranks_text
 from parallel101.laboratory.viz.diagram import circle, draw_rank
-from parallel101.laboratory.viz.scene import Point, Scene, check_ranks
+from parallel101.laboratory.viz.scene import Scene, check_ranks
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
 STYLE = (
@@ -51,9 +51,8 @@ def deadlock_scene(
     Raises:
         ValueError: more than 64 ranks.
     """
-    arrows = [
-        (rank, peer) for rank, (_, peers, _) in sorted(waiting.items()) for peer in _ranks_of(peers)
-    ]
+    calls = sorted(waiting.items())
+    arrows = [(rank, peer) for rank, (_, peers, _) in calls for peer in _ranks_of(peers)]
     everyone = sorted({*waiting, *returned, *(peer for _, peer in arrows)})
     check_ranks(len(everyone), MOST_RANKS, "print the error instead")
     # y of the ranks' centre; the least height, also on a phone; the top of the rows on a phone
@@ -89,7 +88,16 @@ def deadlock_scene(
     stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
-            kind, arrow = "stuck" if pair in stuck else "", _bow(at[pair[0]], at[pair[1]], node)
+            # from rim to rim, bent to its left, so that two arrows between two ranks don't overlap
+            a, b = at[pair[0]], at[pair[1]]
+            length = math.dist(a, b)
+            ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
+            bend = 0.16 * length
+            x, y = (a[0] + b[0]) / 2 + 2 * bend * uy, (a[1] + b[1]) / 2 - 2 * bend * ux
+            part = (node + 2) / math.hypot(x - a[0], y - a[1])
+            (x0, y0), (x1, y1) = ((p + part * (x - p), q + part * (y - q)) for p, q in (a, b))
+            arrow = f"M{x0:.1f} {y0:.1f}Q{x:.1f} {y:.1f} {x1:.1f} {y1:.1f}"
+            kind = "stuck" if pair in stuck else ""
             graph.path(arrow, f"wait {kind}", marker_end=f"url(#head{kind})")
     for rank, (x, y) in at.items():
         kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
@@ -97,7 +105,7 @@ def deadlock_scene(
         if kind == "gone" and len(returned) <= 4:
             graph.write("returned", x, y + (node + 16 if y > middle + 1 else -node - 8), 12, "m c")
     # the call in which each rank waits, and its line of source, also that of a notebook's cell
-    panel, calls = scene.panel(narrow=f"translate(-402,{below})"), sorted(waiting.items())
+    panel = scene.panel(narrow=f"translate(-402,{below})")
     shown = calls if len(calls) <= MOST_ROWS else calls[: MOST_ROWS - 1]
     y = middle - 22.0 * len(shown) + 18
     for rank, (kind, peers, where) in shown:
@@ -118,20 +126,6 @@ def deadlock_scene(
 
 def _ranks_of(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if peers is None else peers if isinstance(peers, tuple) else (peers,)
-
-
-def _bow(a: Point, b: Point, node: float) -> str:
-    """Return the path of an arrow from rim to rim, bent to its left.
-
-    The bend keeps two arrows between the same two ranks from overlapping.
-    """
-    length = math.dist(a, b)
-    ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
-    bend = 0.16 * length
-    x, y = (a[0] + b[0]) / 2 + 2 * bend * uy, (a[1] + b[1]) / 2 - 2 * bend * ux
-    part = (node + 2) / math.hypot(x - a[0], y - a[1])
-    (x0, y0), (x1, y1) = ((p + part * (x - p), q + part * (y - q)) for p, q in (a, b))
-    return f"M{x0:.1f} {y0:.1f}Q{x:.1f} {y:.1f} {x1:.1f} {y1:.1f}"
 
 
 def _line(where: str) -> str:

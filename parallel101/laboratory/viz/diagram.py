@@ -53,11 +53,9 @@ def circle(
     order: Sequence[int], centre: Point = ASIDE, radius: float = 122.0, start: float = 0.0
 ) -> dict[int, Point]:
     """Return a place on a circle for each rank, clockwise. The first is on top, unless turned."""
-    places = {}
-    for i, rank in enumerate(order):
-        angle = start + 2 * math.pi * i / len(order)
-        places[rank] = centre[0] + radius * math.sin(angle), centre[1] - radius * math.cos(angle)
-    return places
+    (x, y), turn = centre, 2 * math.pi
+    angles = {rank: start + turn * i / len(order) for i, rank in enumerate(order)}
+    return {r: (x + radius * math.sin(a), y - radius * math.cos(a)) for r, a in angles.items()}
 
 
 def draw_rank(panel: Node, rank: int, place: Point, radius: float, class_: str = "node") -> None:

@@ -104,9 +104,7 @@ def _shift(node: Node, begin: float, duration: float) -> None:
     What shows at the start already does so before, and what shows at the end, at `duration`, stays.
     """
     for name, (mode, frames) in node.tracks.items():
-        node.tracks[name] = (
-            mode,
-            [(1e9 if t > duration else t + begin if t else 0.0, value) for t, value in frames],
-        )
+        later = [(1e9 if t > duration else t + begin if t else 0.0, value) for t, value in frames]
+        node.tracks[name] = mode, later
     for child in node.children:
         _shift(child, begin, duration)

@@ -60,9 +60,8 @@ def draw_graph(scene: Scene, timing: Timing, phases: list[str]) -> None:
         if name:  # of a mesh: below a rank of the lowest row, and along the first column
             x0, y0 = diagram.at[topology.order[0]]
             x, y = diagram.at[topology.order[-1 - topology.columns // 2]]
-            x, y = (
-                (x0 - diagram.node - 12, (y0 + y) / 2) if vertical else (x, y + diagram.node + 13)
-            )
+            beside, below = (x0 - diagram.node - 12, (y0 + y) / 2), (x, y + diagram.node + 13)
+            x, y = beside if vertical else below
             turned = f"rotate(-90 {x:.1f} {y:.1f})" if vertical else None
             panel.write(f"← {name}" if vertical else f"{name} →", x, y, 13, "m c", transform=turned)
     _messages(panel, diagram, timing)

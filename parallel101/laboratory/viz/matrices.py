@@ -18,7 +18,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from parallel101.laboratory.viz.grid import part_of, side
@@ -99,7 +99,37 @@ def matrices_scene(
         ValueError: there is no matrix, or there are more than 24.
     """
     collectives = SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES
-    found = list(matrices_of(entries, styles or {}, axis, collectives))
+    known = (styles or {}).items()
+    drawn: dict[tuple, list[CutMatrix]] = {}  # those that are alike, in the order of the model
+    for name, entry in entries.items():
+        if len(entry.shape) != 2:
+            continue
+        module = name.rpartition(".")[0]
+        given = (of for pattern, of in known if fnmatch.fnmatchcase(module, pattern))
+        style = str(next(given, "")).partition("(")[0]
+        shard = entry.placements.get(axis)
+        dim, parts = getattr(shard, "dim", None), getattr(shard, "parts", 1)
+        sizes = getattr(shard, "sizes", ())
+        # a table, in which a token chooses a row, and not a matrix of a linear layer
+        lookup = "embed" in module
+        rows, columns = entry.shape if lookup else reversed(entry.shape)
+        cut = "" if dim is None else "rows" if (dim == 0) == lookup else "columns"
+        if cut and not style:
+            style = "vocabulary" if lookup else "column" if dim == 0 else "row"
+        if style == "vocabulary":
+            style += " embedding" if lookup else " head"
+        matrix = CutMatrix(name, 1, rows, columns)
+        if cut:
+            blocks = tuple((k, size // parts) for k, size in enumerate(sizes)) * parts
+            both = zip(("forward", "backward"), collectives.get(SAME.get(style, style), ()))
+            needs = tuple(f"{when}: {what}" for when, what in both if what)
+            matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, needs)
+        key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
+        drawn.setdefault(key, []).append(matrix)
+    found = [
+        of[0]._replace(name=name, times=len(of)) if len(of) > 1 else of[0]
+        for (name, *_), of in drawn.items()
+    ]
     check_drawn(len(found), MOST, f"the layout has {len(found)} different matrices")
     longest = max(max(m.rows, m.columns) for m in found)
     sides = {n: side(n, longest, LONG, SHORT) for m in found for n in (m.rows, m.columns)}
@@ -136,43 +166,6 @@ def matrices_scene(
         low += high * -(-len(row) // 2)
     scene.narrow = (480, math.ceil(low + 10))
     return scene
-
-
-def matrices_of(
-    entries: Mapping[str, PlacedParameter],
-    styles: Mapping[str, object],
-    axis: str,
-    collectives: Mapping[str, tuple[str, str]],
-) -> Iterator[CutMatrix]:
-    """Yield the matrices to draw, in the order of the model."""
-    drawn: dict[tuple, list[CutMatrix]] = {}
-    for name, entry in entries.items():
-        if len(entry.shape) != 2:
-            continue
-        module = name.rpartition(".")[0]
-        fitting = [of for pattern, of in styles.items() if fnmatch.fnmatchcase(module, pattern)]
-        style = str(fitting[0]).partition("(")[0] if fitting else ""
-        shard = entry.placements.get(axis)
-        dim, parts = getattr(shard, "dim", None), getattr(shard, "parts", 1)
-        sizes = getattr(shard, "sizes", ())
-        # a table, in which a token chooses a row, and not a matrix of a linear layer
-        lookup = "embed" in module
-        rows, columns = entry.shape if lookup else reversed(entry.shape)
-        cut = "" if dim is None else "rows" if (dim == 0) == lookup else "columns"
-        if cut and not style:
-            style = "vocabulary" if lookup else "column" if dim == 0 else "row"
-        if style == "vocabulary":
-            style += " embedding" if lookup else " head"
-        matrix = CutMatrix(name, 1, rows, columns)
-        if cut:
-            blocks = tuple((k, size // parts) for k, size in enumerate(sizes)) * parts
-            both = zip(("forward", "backward"), collectives.get(SAME.get(style, style), ()))
-            needs = tuple(f"{when}: {what}" for when, what in both if what)
-            matrix = CutMatrix(name, 1, rows, columns, cut, blocks, style, needs)
-        key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
-        drawn.setdefault(key, []).append(matrix)
-    for (name, *_), alike in drawn.items():
-        yield alike[0]._replace(name=name, times=len(alike)) if len(alike) > 1 else alike[0]
 
 
 def matrix_text(m: CutMatrix) -> str:

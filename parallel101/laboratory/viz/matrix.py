@@ -155,9 +155,8 @@ def _bands(scene: Scene, panel: Node, grid: Grid, timing: Timing) -> None:
         begin, end = timing.start(step), timing.arrival(step)
         step_group = moving.add("g").show((begin, end))
         groups: dict[float, Node] = {}
-        for m, landing in (
-            (replay.messages[i], x) for i in replay.in_step(step) for x in replay.landings[i]
-        ):
+        indices = replay.in_step(step)
+        for m, landing in ((replay.messages[i], x) for i in indices for x in replay.landings[i]):
             cell = ranks.index(m.src), landing.chunk
             down = (ranks.index(m.dst) - cell[0]) * grid.height
             routes = [(0.0, down)]  # where it begins, from the sender's row, and how far it goes

@@ -67,7 +67,12 @@ def activations_scene(
     sentence = "What autograd keeps for backward, in the order of the program. Dashed: the peak."
     scene.head("", sentence)
     microbatches = sorted({i for of in ranks.values() for i in of.layers if i is not None})
-    low = scene.legend(_entries(microbatches), 78)
+    entries = [(str(i), _colour(i)) for i in microbatches[:MOST_LEGEND]]
+    if entries:
+        entries[0] = f"microbatch {entries[0][0]}", entries[0][1]
+    if len(microbatches) > MOST_LEGEND:
+        entries[-1] = f"{entries[-1][0]} …", entries[-1][1]
+    low = scene.legend(entries, 78)
     scene.narrow = (PHONE, scene.height + low)
     names, plots, letters, _ = scene.columns(LEFT, RIGHT, NARROW, low)
     rows, base = TimeRows(scene, 0.0, 1.0, left=LEFT, right=RIGHT), TOP - BELOW
@@ -112,16 +117,6 @@ def _peak_in_words(of: HeldOverTime) -> str:
     if len(of_which) > 4 and of_which == list(range(of_which[0], of_which[-1] + 1)):
         named = f"{of_which[0]} to {of_which[-1]}"
     return f"peak {decimal_bytes(most)}: microbatch{'es' * (len(of_which) > 1)} {named}"
-
-
-def _entries(microbatches: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the legend: "microbatch 0", "1", … and "…" if there are many."""
-    entries = [(str(i), _colour(i)) for i in microbatches[:MOST_LEGEND]]
-    if entries:
-        entries[0] = f"microbatch {entries[0][0]}", entries[0][1]
-    if len(microbatches) > MOST_LEGEND:
-        entries[-1] = f"{entries[-1][0]} …", entries[-1][1]
-    return entries
 
 
 def _colour(microbatch: Any) -> str:

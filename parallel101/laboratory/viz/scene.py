@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -345,13 +346,12 @@ class Scene(Node):
         path = Path(path)
         from parallel101.laboratory.viz.chromium import gif, png
 
+        light = partial(self.svg, theme="light")
         writers = {
             ".html": lambda: self.page().encode(),
             ".svg": lambda: self.svg(smil=True, still=True).encode(),
-            ".png": lambda: png(self.svg(theme="light"), 2 * self.width, 2 * self.height),
-            ".gif": lambda: gif(
-                lambda t: self.svg(t, theme="light"), self.duration, self.width, self.height
-            ),
+            ".png": lambda: png(light(), 2 * self.width, 2 * self.height),
+            ".gif": lambda: gif(light, self.duration, self.width, self.height),
         }
         if path.suffix not in writers:
             ends = ", ".join(writers).replace(", .gif", " or .gif")

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from parallel101.laboratory.analysis.critical_path import CriticalPath, Segment
 from parallel101.laboratory.analysis.critical_path import critical_path as path_of
 from parallel101.laboratory.analysis.overlap import (
-    TimeBreakdown,
     TimeWindow,
     bookkeeping,
     time_breakdown,
@@ -170,8 +169,16 @@ def _scene(
             idle = [Bar(window.begin, window.end, "idle", "", 0.5, tall - 1)] * overlap
             bars = rows.bars(here, spans[i] | flows[i], depth, tall, thin)
             rows.draw([*idle, *rows.together(bars)], y, drawn)
-            if overlap:
-                _overlap(scene, time_breakdown(window, rank), here, y)
+            # at the right: which part overlapped, and the bytes sent or collectives called
+            if overlap and (spent := time_breakdown(window, rank)).communication:
+                sent = sum(e.nbytes for e in here if e.kind == "send")
+                collectives = sum(e.kind not in {*P2P, "span"} for e in here)
+                told = f"{human_bytes(sent)} sent"
+                if collectives and not sent:
+                    told = f"{collectives} collective{'s' * (collectives > 1)}"
+                share = f"{spent.overlap / spent.communication:.0%}"
+                scene.write(share, END, y + 15, 17, "b e")
+                scene.write(told, END, y + 31, 11.5, "m e")
     if not head:  # the whole record
         ends = [TOP + rank * row + depth * tall + thin for rank in range(n)]
         arrows = "".join(
@@ -223,21 +230,6 @@ def message_lanes(events: Iterable[Event], most: int) -> dict[int, int]:
         ends[lane : lane + 1] = [event.end]
         lanes[id(event)] = lane
     return lanes
-
-
-def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:
-    """Write at the right of a rank which part of its communication overlapped.
-
-    Below are the bytes that it sent, or the number of collectives that it called.
-    """
-    if breakdown.communication:
-        sent = sum(e.nbytes for e in events if e.kind == "send")
-        collectives = sum(e.kind not in {*P2P, "span"} for e in events)
-        told = f"{human_bytes(sent)} sent"
-        if collectives and not sent:
-            told = f"{collectives} collective{'s' * (collectives > 1)}"
-        scene.write(f"{breakdown.overlap / breakdown.communication:.0%}", END, y + 15, 17, "b e")
-        scene.write(told, END, y + 31, 11.5, "m e")
 
 
 def last_rank(segment: Segment) -> int:
