@@ -12,6 +12,7 @@ never comes: the launcher does.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,21 +52,29 @@ class Agreement:
 
     def objects(self, here: Any, first_only: bool = False) -> list[Any]:
         """Return every rank's object, by position: tensors, numbers and texts, in dicts, lists and
-        tuples. With `first_only` the other ranks get [].
+        tuples. Without tensors, tuples arrive as lists. With `first_only` the other ranks get [].
         """
         if len(self.ranks) == 1:
             return [here]
-        file = io.BytesIO()
-        torch.save(here, file)
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(self.device)
+        try:
+            content: Any = bytearray(json.dumps(here).encode())  # a few bytes
+        except TypeError:  # there are tensors
+            file = io.BytesIO()
+            torch.save(here, file)
+            content = file.getbuffer()
+        data = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         sizes = [int(size) for size in self.numbers(len(data))[0]]
         if first_only:
             data = gather(data, 0, group=self.group, sizes=sizes)
         else:
             data = all_gather(data, group=self.group, sizes=sizes, algorithm=FEW_STEPS)
         parts = data.cpu().split(sizes) if len(data) else ()
-        files = (io.BytesIO(raw_memory(part)) for part in parts)
-        return [torch.load(file, map_location=self.device, weights_only=True) for file in files]
+        return [
+            torch.load(io.BytesIO(raw), map_location=self.device, weights_only=True)
+            if raw[:2] == b"PK"  # as a zip file begins
+            else json.loads(raw)
+            for raw in (bytes(raw_memory(part)) for part in parts)
+        ]
 
     def same(self, text: str) -> bool:
         """Return whether all ranks pass the same text. They send each other its hash, 8 bytes."""
