@@ -58,7 +58,10 @@ SCRIPT = """
             dist.recv(torch.ones(1), 1)
         log = open(f"log{rank}", "w")
         batches = [batch.tolist() for batch in DataLoader(Doubled(), batch_size=2, num_workers=1)]
+        open(f"ready{rank}", "w").close()
         if rank == 1:
+            while not os.path.exists("ready0"):  # also where rank 0 is the slower one
+                time.sleep(0.01)
             time.sleep(0.2)
         x = torch.ones(1000)
         dist.all_reduce(x)
